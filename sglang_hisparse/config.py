@@ -1,0 +1,343 @@
+"""The schema of `--hisparse-config`: every key, its type, unit, range, default and meaning, in one place.
+
+Validation, the command line and the start of the pool call it: `parse_config` for the text, `HiSparseConfig.resolve`
+for the rules that depend on the model, `describe` for the reference table. It imports neither torch nor SGLang, reads
+no memory size, and never corrects a value silently: what it cannot accept is a `ConfigError` of one line.
+"""
+
+import difflib
+import enum
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from sglang_hisparse.config_text import (
+    KeyDoc,
+    KeyText,
+    allowed_by,
+    convert,
+    key_text,
+    kind_of,
+    refuse,
+    shown,
+    shown_key,
+    shown_text,
+)
+from sglang_hisparse.errors import ConfigError
+
+# Slot numbers of a hot buffer are 15 bits wide in the resolver's tables.
+MAX_BUFFER_ROWS = 32768
+DEFAULT_PAGE_SIZE = 64
+MIB = 1 << 20
+GIB = 1 << 30
+
+_FLAG = "--hisparse-config"
+_EXAMPLE = '{"top_k": 2048, "device_buffer_size": 4096}'
+
+
+class Residency(str, enum.Enum):
+    """Where decode reads its rows: pages stay on the GPU while they fit, or leave it as soon as they are sealed."""
+
+    HYBRID = "hybrid"
+    ALWAYS_HOST = "always_host"
+
+
+class Mirroring(str, enum.Enum):
+    """When sealed pages are copied to the host: as they are sealed, or when free device pages run short."""
+
+    EAGER = "eager"
+    ON_PRESSURE = "on_pressure"
+
+
+class HiSparseConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the user wrote, checked key by key; `resolve` turns it into numbers for one model."""
+
+    top_k: (
+        Annotated[
+            int,
+            Meta(ge=1, le=MAX_BUFFER_ROWS),
+            KeyText("rows", "rows that attention reads per query; must equal the model's index_topk", "index_topk"),
+        ]
+        | None
+    ) = None
+    device_buffer_size: (
+        Annotated[
+            int,
+            Meta(ge=1, le=MAX_BUFFER_ROWS),
+            KeyText(
+                "rows",
+                "hot buffer of a request whose pages are not all on the GPU; a multiple of the page, at least top_k",
+                "2 * top_k",
+            ),
+        ]
+        | None
+    ) = None
+    host_to_device_ratio: (
+        Annotated[
+            float,
+            Meta(ge=1),
+            KeyText(
+                "logical tokens per device token",
+                "tokens that the cache holds, as a multiple of those that fit on the GPU; fractions allowed",
+                "what host memory allows",
+            ),
+        ]
+        | None
+    ) = None
+    host_pool_gib: (
+        Annotated[
+            float, Meta(gt=0), KeyText("GiB per rank", "upper bound of the pinned host memory of one rank", "no bound")
+        ]
+        | None
+    ) = None
+    residency: Annotated[
+        Residency,
+        KeyText(
+            "",
+            "`hybrid` keeps pages on the GPU while they fit; `always_host` gives them up once they are mirrored",
+        ),
+    ] = Residency.HYBRID
+    mirroring: Annotated[
+        Mirroring,
+        KeyText(
+            "",
+            "`eager` copies a page to the host once it is full, so that spilling it later copies nothing; "
+            "`on_pressure` waits until device pages run short",
+        ),
+    ] = Mirroring.EAGER
+    watermark_low: Annotated[
+        float, Meta(ge=0, lt=1), KeyText("fraction of device pages", "pages are spilled when fewer than this are free")
+    ] = 0.02
+    watermark_high: Annotated[
+        float,
+        Meta(ge=0, lt=1),
+        KeyText("fraction of device pages", "a spill goes on until this many are free; at least watermark_low"),
+    ] = 0.06
+    mirror_mib_per_step: Annotated[
+        int, Meta(ge=1, le=1 << 20), KeyText("MiB", "most bytes mirrored to the host in one step")
+    ] = 256
+    promote_mib_per_step: Annotated[
+        int,
+        Meta(ge=0, le=1 << 20),
+        KeyText("MiB", "most bytes brought back to the GPU in one step of decoding; 0 switches this off"),
+    ] = 64
+    swap_in_block_size: (
+        Annotated[
+            int, Meta(ge=1), KeyText("threads", "known to SGLang's own HiSparse; accepted here, without effect", "none")
+        ]
+        | None
+    ) = None
+
+    def notes(self) -> tuple[str, ...]:
+        """One line for every setting that is accepted without an effect, to be logged once at start."""
+        if self.swap_in_block_size is None:
+            return ()
+        return (f"swap_in_block_size: {self.swap_in_block_size} is ignored; the resolver chooses its own launch shape",)
+
+    def resolve(self, model: "ModelFacts") -> "ResolvedConfig":
+        """Fill the defaults that depend on the model and check the rules that do. Raises ConfigError."""
+        top_k = model.index_topk if self.top_k is None else self.top_k
+        if top_k != model.index_topk:
+            refuse("top_k", top_k, "differs from the model's index_topk", f"{model.index_topk}, or leave the key out")
+        rows = top_k * model.verification_rows
+        page = model.page_size
+        buffer = self.device_buffer_size
+        if buffer is None:
+            buffer = -(-max(2 * top_k, rows) // page) * page
+        multiple = f"a multiple of {page} from {-(-rows // page) * page} to {MAX_BUFFER_ROWS // page * page}"
+        if buffer < rows:
+            need = f"top_k ({top_k})"
+            if model.verification_rows > 1:
+                need += f" times {model.verification_rows} verification rows"
+            refuse("device_buffer_size", buffer, f"is below {need}", multiple)
+        if buffer > MAX_BUFFER_ROWS:
+            refuse("device_buffer_size", buffer, f"is above the {MAX_BUFFER_ROWS} slots that can be numbered", multiple)
+        if buffer % page:
+            refuse("device_buffer_size", buffer, f"is not a multiple of the page ({page} tokens)", multiple)
+        return ResolvedConfig(
+            top_k=top_k,
+            device_buffer_size=buffer,
+            page_size=page,
+            host_to_device_ratio=self.host_to_device_ratio,
+            host_pool_gib=self.host_pool_gib,
+            residency=self.residency,
+            mirroring=self.mirroring,
+            watermark_low=self.watermark_low,
+            watermark_high=self.watermark_high,
+            mirror_bytes_per_step=self.mirror_mib_per_step * MIB,
+            promote_bytes_per_step=self.promote_mib_per_step * MIB,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What the settings depend on. verification_rows: query rows per request and step (1 without speculation)."""
+
+    index_topk: int
+    num_layers: int
+    page_size: int = DEFAULT_PAGE_SIZE
+    verification_rows: int = 1
+
+    @classmethod
+    def from_text_config(
+        cls, text_config: Any, *, page_size: int = DEFAULT_PAGE_SIZE, verification_rows: int = 1
+    ) -> "ModelFacts":
+        """Read a Hugging Face text config (object or mapping). Raises ConfigError where it has no DSA indexer."""
+        get = text_config.get if isinstance(text_config, Mapping) else lambda key: getattr(text_config, key, None)
+        index_topk, num_layers = get("index_topk"), get("num_hidden_layers")
+        if index_topk is None or num_layers is None:
+            raise ConfigError(
+                "--enable-hisparse: the model's config has no index_topk and so no DSA indexer; allowed: "
+                "DSA models such as DeepSeek-V3.2 and GLM-5"
+            )
+        return cls(int(index_topk), int(num_layers), page_size, verification_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedConfig:
+    """Settings for one model, nothing left open but the ratio (None: derive it from host memory while sizing).
+
+    top_k, device_buffer_size in rows; page_size in tokens; watermarks as fractions of the device pages.
+    """
+
+    top_k: int
+    device_buffer_size: int
+    page_size: int
+    host_to_device_ratio: float | None
+    host_pool_gib: float | None
+    residency: Residency
+    mirroring: Mirroring
+    watermark_low: float
+    watermark_high: float
+    mirror_bytes_per_step: int
+    promote_bytes_per_step: int
+
+    @property
+    def hot_pages(self) -> int:
+        """Device pages of one hot lease."""
+        return self.device_buffer_size // self.page_size
+
+    @property
+    def host_pool_bytes(self) -> int | None:
+        """Upper bound of pinned host memory per rank in bytes, or None."""
+        return None if self.host_pool_gib is None else int(self.host_pool_gib * GIB)
+
+    @property
+    def always_host(self) -> bool:
+        """Whether pages leave the GPU as soon as they are mirrored."""
+        return self.residency is Residency.ALWAYS_HOST
+
+    @property
+    def eager(self) -> bool:
+        """Whether pages are mirrored as soon as they are sealed."""
+        return self.mirroring is Mirroring.EAGER
+
+    def watermark_pages(self, device_pages: int) -> tuple[int, int]:
+        """(low, high) in pages of a pool with `device_pages`, rounded up: spill below low, until high."""
+        return math.ceil(self.watermark_low * device_pages), math.ceil(self.watermark_high * device_pages)
+
+    def summary(self) -> str:
+        """One line for the log."""
+        ratio = "derived from host memory" if self.host_to_device_ratio is None else f"{self.host_to_device_ratio:g}"
+        cap = "" if self.host_pool_gib is None else f", at most {self.host_pool_gib:g} GiB pinned per rank"
+        return (
+            f"top_k {self.top_k}, hot buffer {self.device_buffer_size} rows ({self.hot_pages} pages), ratio {ratio}"
+            f"{cap}, residency {self.residency.value}, mirroring {self.mirroring.value}, watermarks "
+            f"{self.watermark_low:g}/{self.watermark_high:g}"
+        )
+
+
+# ---- parsing ---------------------------------------------------------------------------------------------------------
+
+
+def parse_config(text: str | None) -> HiSparseConfig:
+    """Parse the JSON text of --hisparse-config; None gives the defaults. Raises ConfigError (one line)."""
+    if text is None:
+        return HiSparseConfig()
+    fields = {field.name: field for field in msgspec.structs.fields(HiSparseConfig)}
+    values = {}
+    for key, value in _decode_object(text).items():
+        if key not in fields:
+            near = difflib.get_close_matches(key, fields, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise ConfigError(f"{shown_key(key)}: unknown key; {hint}allowed: {', '.join(fields)}")
+        values[key] = convert(key, value, fields[key].type)
+    config = HiSparseConfig(**values)
+    if config.watermark_low > config.watermark_high:
+        if "watermark_low" in values:
+            refuse(
+                "watermark_low",
+                config.watermark_low,
+                f"is above watermark_high ({config.watermark_high:g})",
+                f"a number from 0 to {config.watermark_high:g}",
+            )
+        refuse(
+            "watermark_high",
+            config.watermark_high,
+            f"is below watermark_low ({config.watermark_low:g})",
+            f"a number from {config.watermark_low:g} to below 1",
+        )
+    return config
+
+
+def _decode_object(text: str) -> dict[str, Any]:
+    # The standard decoder, because it alone shows repeated keys and the constants NaN and Infinity to its caller.
+    try:
+        value = json.loads(text, object_pairs_hook=_unique_pairs, parse_constant=float)
+    except ConfigError:
+        raise
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"{_FLAG}: {shown_text(text)} is not JSON ({error.msg} at character {error.pos}); allowed: a "
+            f"JSON object such as {_EXAMPLE}"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else "a number has too many digits"
+        raise ConfigError(
+            f"{_FLAG}: {shown_text(text)} cannot be read ({reason}); allowed: a JSON object such as {_EXAMPLE}"
+        ) from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{_FLAG}: {shown(value)} is {kind_of(value)}; allowed: a JSON object such as {_EXAMPLE}")
+    return value
+
+
+def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in values:
+            raise ConfigError(
+                f"{shown_key(key)}: {shown(value)} is given after {shown(values[key])}; allowed: each key once"
+            )
+        values[key] = value
+    return values
+
+
+# ---- reference -----------------------------------------------------------------------------------------------------
+
+
+def describe() -> tuple[KeyDoc, ...]:
+    """The reference of every key, in schema order."""
+    return tuple(
+        KeyDoc(
+            key=field.name,
+            allowed=allowed_by(field.type),
+            unit=(text := key_text(field.type)).unit,
+            default=text.default or shown(field.default),
+            meaning=text.meaning,
+        )
+        for field in msgspec.structs.fields(HiSparseConfig)
+    )
+
+
+def reference_markdown() -> str:
+    """The reference as a Markdown table, as README carries it (a test holds the two equal)."""
+    lines = ["| key | allowed | unit | default | meaning |", "|---|---|---|---|---|"]
+    for doc in describe():
+        cells = (f"`{doc.key}`", doc.allowed.replace("|", "\\|"), doc.unit, doc.default, doc.meaning)
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
