@@ -1,0 +1,183 @@
+"""The book of pages: who uses which logical page, and where its KV lives.
+
+Held by the residency coordinator and by nobody else. It keeps identity (request slot -> logical pages) and the counts
+that the spill policy needs (users, users without a lease, holds) exact under every change, and it decides nothing.
+All of it is CPU state: no scheduler decision reads a device tensor (rules R1 and R17).
+
+Ownership of a request's pages, by index into its row, for a slot with n pages:
+
+    [0, held_from)   may leave the device (if sealed, and if every user has a lease)
+    [held_from, n)   held: the tail of a decoding request, everything of a request that is being prefilled
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from sglang_hisparse.errors import InvariantError
+from sglang_hisparse.residency.types import NO_TRANSFER, PAD_PAGE, PageState, ResidencyLimits
+
+
+class PageBook:
+    """Arrays indexed by logical page, and tables indexed by request slot."""
+
+    def __init__(self, limits: ResidencyLimits) -> None:
+        self.limits = limits
+        pages, slots = limits.num_logical_pages + 1, limits.num_slots
+        self.state = np.zeros(pages, dtype=np.int8)
+        self.device_page = np.zeros(pages, dtype=np.int32)
+        self.users = np.zeros(pages, dtype=np.int32)  # slots that map the page
+        self.unleased = np.zeros(pages, dtype=np.int32)  # of these, slots without a hot lease
+        self.holds = np.zeros(pages, dtype=np.int32)  # reasons for which the page may not leave the device
+        self.last_use = np.zeros(pages, dtype=np.int64)  # step of the last forward that could read it
+        self.transfer = np.zeros(pages, dtype=np.int64)  # id of the host copy in flight, 0: none
+        self.enqueued = np.zeros(pages, dtype=bool)  # that copy is on the copy stream
+        self.slot_pages = np.zeros((slots, limits.max_pages_per_slot), dtype=np.int32)
+        self.num_pages = np.zeros(slots, dtype=np.int64)
+        self.held_from = np.zeros(slots, dtype=np.int64)
+        self.sealed = np.zeros(slots, dtype=np.int64)  # leading pages known to be sealed
+        self.live = np.zeros(slots, dtype=bool)
+        self.prefilling = np.zeros(slots, dtype=bool)
+        self.leased = np.zeros(slots, dtype=bool)
+        self.final_pages = np.zeros(slots, dtype=np.int64)  # pages at the end of the request, an upper estimate
+        self._free: list[int] = []
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything: all logical pages free, no slot live."""
+        for array in (
+            self.state, self.device_page, self.users, self.unleased, self.holds, self.last_use, self.transfer,
+            self.enqueued, self.slot_pages, self.num_pages, self.held_from, self.sealed, self.live, self.prefilling,
+            self.leased, self.final_pages,
+        ):  # fmt: skip
+            array.fill(0)
+        self._free = list(range(self.limits.num_logical_pages, 0, -1))
+
+    # -- logical ids ------------------------------------------------------------------------------------------------
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def allocate(self, count: int) -> list[int] | None:
+        """Take `count` logical pages in a fixed order (equal on all ranks), or None when fewer are free."""
+        if count > len(self._free):
+            return None
+        if count == 0:
+            return []
+        pages = self._free[-count:][::-1]
+        del self._free[-count:]
+        return pages
+
+    def give_back(self, page: int) -> None:
+        """Return one logical page whose state is FREE and that no slot maps."""
+        if self.users[page] or self.holds[page]:
+            raise InvariantError(f"logical page {page} is freed with {self.users[page]} users, {self.holds[page]} holds")
+        self._free.append(page)
+
+    # -- slots ------------------------------------------------------------------------------------------------------
+
+    def pages(self, slot: int) -> np.ndarray:
+        """The slot's logical pages in position order, int32; 0 where a page has been given up (being released)."""
+        return self.slot_pages[slot, : self.num_pages[slot]]
+
+    def open_slot(self, slot: int, *, prefilling: bool, final_pages: int) -> None:
+        if self.live[slot]:
+            raise InvariantError(f"request slot {slot} still has the pages of its last request")
+        self.live[slot] = True
+        self.prefilling[slot] = prefilling
+        self.final_pages[slot] = final_pages
+
+    def map_pages(self, slot: int, pages: Sequence[int]) -> None:
+        """Append `pages` to the slot's row; they are held until `set_held_from` lets them go."""
+        if not len(pages):
+            return
+        start, end = int(self.num_pages[slot]), int(self.num_pages[slot]) + len(pages)
+        if end > self.limits.max_pages_per_slot:
+            raise InvariantError(f"request slot {slot} would have {end} pages, {self.limits.max_pages_per_slot} fit")
+        index = np.asarray(pages, dtype=np.int32)
+        self.slot_pages[slot, start:end] = index
+        self.num_pages[slot] = end
+        np.add.at(self.users, index, 1)
+        if not self.leased[slot]:
+            np.add.at(self.unleased, index, 1)
+        np.add.at(self.holds, index, 1)
+
+    def unmap_pages(self, slot: int, start: int, end: int) -> list[int]:
+        """Take the slot's pages [start, end) out of its row (the row keeps its length); returns those that were there."""
+        end = min(end, int(self.num_pages[slot]))
+        if start >= end:
+            return []
+        row = self.slot_pages[slot, start:end]
+        mapped = row != PAD_PAGE
+        index = row[mapped]
+        np.subtract.at(self.users, index, 1)
+        if not self.leased[slot]:
+            np.subtract.at(self.unleased, index, 1)
+        held = row[mapped & (np.arange(start, end) >= self.held_from[slot])]
+        np.subtract.at(self.holds, held, 1)
+        taken = index.tolist()
+        row[:] = PAD_PAGE
+        return taken
+
+    def replace_page(self, slot: int, position: int, page: int) -> int:
+        """Put `page` at `position` of the slot's row and return the page that was there."""
+        old = int(self.slot_pages[slot, position])
+        held = int(position >= self.held_from[slot])
+        for target, sign in ((old, -1), (page, 1)):
+            if target == PAD_PAGE:
+                continue
+            self.users[target] += sign
+            self.holds[target] += sign * held
+            if not self.leased[slot]:
+                self.unleased[target] += sign
+        self.slot_pages[slot, position] = page
+        return old
+
+    def close_slot(self, slot: int) -> None:
+        """The slot maps nothing any more."""
+        self.unmap_pages(slot, 0, int(self.num_pages[slot]))
+        for array in (self.num_pages, self.held_from, self.sealed, self.live, self.prefilling, self.final_pages):
+            array[slot] = 0
+
+    def set_held_from(self, slot: int, position: int) -> None:
+        """Move the border between pages that may leave and pages that are held."""
+        old = int(self.held_from[slot])
+        if position == old:
+            return
+        low, high, sign = (old, position, -1) if position > old else (position, old, 1)
+        row = self.slot_pages[slot, low : min(high, int(self.num_pages[slot]))]
+        np.add.at(self.holds, row[row != PAD_PAGE], sign)
+        self.held_from[slot] = position
+
+    def set_leased(self, slot: int, leased: bool) -> None:
+        if bool(self.leased[slot]) == leased:
+            return
+        self.leased[slot] = leased
+        row = self.pages(slot)
+        np.add.at(self.unleased, row[row != PAD_PAGE], -1 if leased else 1)
+
+    def hold(self, pages: Sequence[int], sign: int) -> None:
+        """Keep `pages` on the device (+1), or let them go again (-1): a batch's prefixes while it is being allocated."""
+        np.add.at(self.holds, np.asarray(pages, dtype=np.int32), sign)
+
+    # -- page facts -------------------------------------------------------------------------------------------------
+
+    def releasable(self) -> np.ndarray:
+        """Bool per page: its host copy is complete or on the copy stream, so its device page may be given up (I1)."""
+        return (self.state == PageState.CLEAN) | ((self.state == PageState.MIRRORING) & self.enqueued)
+
+    def sealed_resident(self) -> np.ndarray:
+        """Bool per page: resident and never written again."""
+        return (self.state >= PageState.DIRTY) & (self.state <= PageState.CLEAN)
+
+    def host_pages(self, slot: int) -> int:
+        """Number of the slot's pages that have no device page."""
+        row = self.pages(slot)
+        return int(np.count_nonzero(self.state[row] == PageState.HOST))
+
+    def forget_transfer(self, page: int) -> None:
+        self.transfer[page] = NO_TRANSFER
+        self.enqueued[page] = False

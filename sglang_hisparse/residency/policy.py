@@ -1,0 +1,177 @@
+"""Which pages leave the device, which come back, and when.
+
+Called by the runtime at two moments: `make_room` before an allocation that needs more device pages than are free, and
+`tick` before each forward. Both only call the coordinator's transactions; they keep no state of their own, and they look at
+nothing that differs between the ranks of a tensor-parallel group (completion of copies in particular).
+
+Order of victims (design section 3): pages that no running request uses, least recently used first; then older pages of
+requests that already hold a lease; then the request that gains most by going mixed, where the pages it gives back exceed
+its lease; then requests that share pages and gain only together.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sglang_hisparse.residency.coordinator import ResidencyCoordinator
+from sglang_hisparse.residency.types import Mirroring, PageState, ResidencyMode
+
+
+class SpillPolicy:
+    """Decides for one coordinator."""
+
+    def __init__(self, coordinator: ResidencyCoordinator) -> None:
+        self.coordinator = coordinator
+        num_pages = coordinator.limits.num_device_pages
+        self.watermark_low_pages = int(coordinator.policy.watermark_low * num_pages)
+        self.watermark_high_pages = int(coordinator.policy.watermark_high * num_pages)
+
+    # -- before an allocation ---------------------------------------------------------------------------------------
+
+    def make_room(self, num_pages: int) -> bool:
+        """Spill until `num_pages` device pages are free; False when nothing more can leave (the caller queues or retracts)."""
+        if self._short(num_pages) <= 0:
+            return True
+        self._spill_unclaimed(num_pages)
+        while self._short(num_pages) > 0 and (self._mix_best_request(num_pages) or self._mix_best_cluster(num_pages)):
+            pass
+        done = self._short(num_pages) <= 0
+        if not done:
+            self.coordinator.counters.refusals += 1
+        return done
+
+    def _short(self, num_pages: int) -> int:
+        return num_pages - self.coordinator.device_pages.num_free
+
+    def _releasable_of(self, pages: np.ndarray) -> np.ndarray:
+        """Mirror those of `pages` that are DIRTY and return the ones whose host copy is now on its way."""
+        book = self.coordinator.book
+        dirty = pages[book.state[pages] == PageState.DIRTY]
+        if dirty.size:
+            self.coordinator.mirror(dirty.tolist())
+        return pages[book.releasable()[pages]]
+
+    def _spill_unclaimed(self, num_pages: int) -> None:
+        """Spill pages that cost no lease: those of no running request, then those whose users all hold one."""
+        book = self.coordinator.book
+        pages = np.flatnonzero(book.sealed_resident() & (book.holds == 0) & (book.unleased == 0))
+        # Pages with a host copy on its way go before DIRTY ones: they cost no transfer now.
+        order = np.lexsort((pages, book.last_use[pages], book.users[pages] > 0, book.state[pages] == PageState.DIRTY))
+        victims = pages[order]
+        while victims.size and (short := self._short(num_pages)) > 0:
+            batch, victims = victims[:short], victims[short:]
+            self.coordinator.spill(self._releasable_of(batch).tolist())
+
+    def _mixable(self, slot: int) -> np.ndarray:
+        """Pages of a request without a lease that could leave if it alone took one, oldest first."""
+        book = self.coordinator.book
+        row = book.slot_pages[slot, : book.held_from[slot]]
+        return row[book.sealed_resident()[row] & (book.holds[row] == 0) & (book.unleased[row] == 1)]
+
+    def _unleased_decoding(self) -> list[int]:
+        book = self.coordinator.book
+        return np.flatnonzero(book.live & ~book.prefilling & ~book.leased).tolist()
+
+    def _mix_best_request(self, num_pages: int) -> bool:
+        """The request that gains most takes a lease and gives back its oldest pages. False: none gains."""
+        hot = self.coordinator.limits.hot_pages
+        candidates = [(pages.size, slot, pages) for slot in self._unleased_decoding() if (pages := self._mixable(slot)).size > hot]
+        for size, slot, pages in sorted(candidates, key=lambda item: (-item[0], item[1])):
+            # At least one page more than the lease costs; beyond that, what is short and up to the high watermark.
+            wanted = max(hot + 1, self._short(num_pages + self.watermark_high_pages) + hot)
+            if self._mix([slot], pages[: min(size, wanted)]):
+                return True
+        return False
+
+    def _mix_best_cluster(self, num_pages: int) -> bool:
+        """Requests that share pages go mixed together, where the pages they give back exceed all their leases."""
+        book, hot = self.coordinator.book, self.coordinator.limits.hot_pages
+        slots = self._unleased_decoding()
+        shared = book.sealed_resident() & (book.holds == 0) & (book.unleased > 1)
+        rows = {slot: book.slot_pages[slot, : book.held_from[slot]] for slot in slots}
+        for slot in sorted(slots, key=lambda s: (-int(np.count_nonzero(shared[rows[s]])), s)):
+            own = rows[slot][shared[rows[slot]]]
+            if not own.size:
+                return False
+            cluster = [other for other in slots if np.isin(rows[other], own).any()]
+            users = np.zeros(book.users.shape, dtype=np.int32)
+            for member in cluster:
+                np.add.at(users, rows[member], 1)
+            members = np.unique(np.concatenate([rows[member] for member in cluster]))
+            eligible = book.sealed_resident() & (book.holds == 0) & (users == book.unleased) & (users > 0)
+            pages = members[eligible[members]]
+            if pages.size > hot * len(cluster) and self._mix(cluster, pages):
+                return True
+        return False
+
+    def _mix(self, slots: list[int], pages: np.ndarray) -> bool:
+        """One transaction: `slots` take leases, funded by the pages that they give back (R20). All or nothing."""
+        coordinator, hot = self.coordinator, self.coordinator.limits.hot_pages
+        releasable = self._releasable_of(pages)
+        if releasable.size <= hot * len(slots):
+            return False
+        book, missing = coordinator.book, hot * len(slots) - coordinator.device_pages.num_free
+        # The leases are marked first, so that the pages may leave, and funded by them.
+        for slot in slots:
+            book.set_leased(slot, True)
+        allowed = releasable[book.unleased[releasable] == 0]
+        if allowed.size <= max(missing, 0):
+            for slot in slots:
+                book.set_leased(slot, False)
+            return False
+        coordinator.spill(allowed.tolist())
+        for slot in slots:
+            if not coordinator.acquire_lease(slot):
+                raise AssertionError(f"{allowed.size} pages given back do not fund the lease of slot {slot}")
+        return True
+
+    # -- before each forward ----------------------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """Mirror what is sealed, keep the watermark, promote when there is room. The budget bounds the work of one step."""
+        coordinator = self.coordinator
+        policy = coordinator.policy
+        if policy.mirroring == Mirroring.EAGER:
+            coordinator.mirror(coordinator.mirror_backlog(policy.mirror_pages_per_step))
+        if policy.mode == ResidencyMode.ALWAYS_HOST:
+            self._send_all_to_host()
+        elif coordinator.device_pages.num_free < self.watermark_low_pages:
+            self.make_room(self.watermark_high_pages)
+        elif policy.promote_pages_per_step:
+            self._promote_one_request()
+
+    def _send_all_to_host(self) -> None:
+        """`always_host`: every sealed page of a decoding request beyond its tail leaves, however much is free."""
+        coordinator, book = self.coordinator, self.coordinator.book
+        for slot in self._unleased_decoding():
+            if not self._mixable(slot).size:
+                continue
+            if coordinator.device_pages.num_free >= coordinator.limits.hot_pages:
+                coordinator.acquire_lease(slot)
+            else:
+                self._mix([slot], self._mixable(slot))
+        used = book.sealed_resident() & (book.holds == 0) & (book.unleased == 0) & (book.users > 0)
+        coordinator.spill(self._releasable_of(np.flatnonzero(used)).tolist())
+
+    def _promote_one_request(self) -> None:
+        """The request with the fewest host-only pages becomes fully resident, if that leaves the high watermark free.
+
+        Bounded per step, newest pages first; its lease ends with its last host-only page. A request is begun only when all
+        of it fits, so that promotion and spilling do not chase each other.
+        """
+        coordinator, book = self.coordinator, self.coordinator.book
+        room = coordinator.device_pages.num_free - self.watermark_high_pages
+        leased = [slot for slot in np.flatnonzero(book.leased & book.live).tolist()]
+        sized = sorted((book.host_pages(slot), slot) for slot in leased)
+        for count, slot in sized:
+            if count > room:
+                return
+            row = book.pages(slot)
+            on_host = row[book.state[row] == PageState.HOST][::-1]
+            batch = on_host[: coordinator.policy.promote_pages_per_step].tolist()
+            if batch and not coordinator.promote(batch):
+                return
+            if len(batch) == count:
+                coordinator.release_lease(slot)
+            if batch:
+                return

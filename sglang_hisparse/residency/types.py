@@ -1,0 +1,143 @@
+"""Vocabulary of the residency protocol: page states, plans and acknowledgements.
+
+Everything here is plain data. The coordinator makes plans, the transfer worker executes them and answers with
+acknowledgements; no object of this module decides anything or touches memory.
+
+Numbers: a *logical page* is `logical id // page_size`, a *device page* names `page_size` rows of every layer's KV buffer,
+a *slot* is SGLang's `req_pool_idx`. Page 0 of both kinds is the pad page and never has an owner.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+from typing import NewType
+
+LogicalPage = NewType("LogicalPage", int)
+DevicePage = NewType("DevicePage", int)
+Slot = NewType("Slot", int)
+
+PAD_PAGE = 0
+NO_TRANSFER = 0
+
+
+class PageState(IntEnum):
+    """State of one logical page; see the diagram in ARCHITECTURE.md, section "Page states"."""
+
+    FREE = 0  #: no owner
+    OPEN = 1  #: resident, rows still to be written
+    DIRTY = 2  #: resident and sealed, no host copy planned
+    MIRRORING = 3  #: resident and sealed, a host copy is planned or on its way
+    CLEAN = 4  #: resident and sealed, the host copy is complete
+    HOST = 5  #: host copy only
+
+
+RESIDENT_STATES = (PageState.OPEN, PageState.DIRTY, PageState.MIRRORING, PageState.CLEAN)
+
+
+class Residency(Enum):
+    """Where a running request's KV lives: an attribute of the request, derived from its pages."""
+
+    FULL = "full"
+    MIXED = "mixed"
+    NONE = "none"
+
+
+class ResidencyMode(Enum):
+    """`residency` of the configuration."""
+
+    HYBRID = "hybrid"
+    ALWAYS_HOST = "always_host"
+
+
+class Mirroring(Enum):
+    """`mirroring` of the configuration."""
+
+    EAGER = "eager"
+    ON_PRESSURE = "on_pressure"
+
+
+@dataclass(frozen=True, slots=True)
+class PageTransfer:
+    """Copy one sealed page, all layers, from the device to its home on the host."""
+
+    transfer_id: int
+    logical_page: int
+    device_page: int
+
+
+@dataclass(frozen=True, slots=True)
+class Promotion:
+    """Copy one host-only page, all layers, to a device page, before the next forward."""
+
+    logical_page: int
+    device_page: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseChange:
+    """`slot` now holds `device_pages` as its hot buffer; empty: it holds none. Its hot rows are forgotten either way."""
+
+    slot: int
+    device_pages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What the worker does on the forward stream before the next forward, in this order.
+
+    1. wait for the host-write event of transfer `wait_transfer_id` (0: none): every page released since the last plan
+       was mirrored by this transfer or an earlier one, so later writers of its device page, and readers of its host rows,
+       come after the copy;
+    2. run `promotions`;
+    3. write `table` (logical page, device page or 0) into the page table and apply `leases`.
+    """
+
+    step: int
+    wait_transfer_id: int
+    promotions: tuple[Promotion, ...]
+    table: tuple[tuple[int, int], ...]
+    leases: tuple[LeaseChange, ...]
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.wait_transfer_id or self.promotions or self.table or self.leases)
+
+
+@dataclass(frozen=True, slots=True)
+class ResidencyLimits:
+    """Sizes that never change during the life of a coordinator. All counts are pages unless the name says otherwise."""
+
+    num_logical_pages: int  #: logical pages 1..num_logical_pages exist
+    num_device_pages: int  #: device pages 1..num_device_pages exist
+    num_slots: int  #: request slots 0..num_slots-1; slot 0 is SGLang's padding row
+    max_pages_per_slot: int
+    hot_pages: int  #: pages of one hot lease, device_buffer_size / page_size
+    page_size: int = 64
+    tail_pages: int = 2  #: newest pages of a running request that never leave the device
+
+
+@dataclass(frozen=True, slots=True)
+class ResidencyPolicy:
+    """The knobs of `--hisparse-config` that decide when pages move. Watermarks are fractions of the device pages."""
+
+    mode: ResidencyMode = ResidencyMode.HYBRID
+    mirroring: Mirroring = Mirroring.EAGER
+    watermark_low: float = 0.02
+    watermark_high: float = 0.06
+    mirror_pages_per_step: int = 512
+    promote_pages_per_step: int = 128
+
+
+@dataclass(slots=True)
+class ResidencyCounters:
+    """Counted since start, never reset."""
+
+    pages_mirrored: int = 0
+    pages_spilled: int = 0
+    pages_promoted: int = 0
+    leases_acquired: int = 0
+    leases_released: int = 0
+    pages_rehomed: int = 0
+    stale_acknowledgements: int = 0
+    refusals: int = 0
