@@ -328,8 +328,8 @@ def _host_too_small(
 ) -> str:
     key = "host_pool_gib" if host_pool_bytes is not None and host_budget == host_pool_bytes else "host memory"
     return (
-        f"{key}: {host_budget / GIB:.2f} GiB per rank holds {num_logical} tokens, fewer than the {tokens} of the device "
-        f"pool; ratio 1 needs {shape.host_bytes(tokens) / GIB:.2f} GiB per rank, "
+        f"{key}: {host_budget / GIB:.2f} GiB per rank holds {num_logical} tokens, fewer than the {tokens} of the "
+        f"device pool; ratio 1 needs {shape.host_bytes(tokens) / GIB:.2f} GiB per rank, "
         f"or max_total_tokens {num_logical} fits this host memory"
     )
 

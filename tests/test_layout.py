@@ -57,7 +57,7 @@ def test_logical_tokens_inverts_the_division() -> None:
 
 
 def test_host_memory_bounds_the_ratio() -> None:
-    """Goal: a ratio the host cannot hold shrinks, and the freed index-K becomes device tokens. Method: compare plans."""
+    """Goal: a ratio the host cannot hold shrinks, freeing index-K for device tokens. Method: compare plans."""
     free = plan_memory(GLM_FP8, HOT, device_bytes=40 * GIB, available_host_bytes=10_000 * GIB, ratio=10)
     bound = plan_memory(GLM_FP8, HOT, device_bytes=40 * GIB, available_host_bytes=100 * GIB, ratio=10)
     assert bound.host_bound and bound.ratio < 10 and bound.host_bytes <= 100 * GIB
