@@ -86,9 +86,15 @@ class ResidencyCoordinator:
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
-    def attach(self, slot: int, prefix_pages: Sequence[int], *, final_pages: int, prefilling: bool = True) -> None:
-        """A request takes `slot`, with the prefix pages it shares. All its pages are held while it is being prefilled."""
-        self.book.open_slot(slot, prefilling=prefilling, final_pages=final_pages)
+    def attach(
+        self, slot: int, prefix_pages: Sequence[int], *, final_pages: int, prompt_pages: int = 0, prefilling: bool = True
+    ) -> None:
+        """A request takes `slot`, with the prefix pages it shares. All its pages are held while it is being prefilled.
+
+        `prompt_pages` and `final_pages` are what it will have at the end of its prefill and at its own end: the admission
+        ledger counts with them (`PageBook.committed_pages`).
+        """
+        self.book.open_slot(slot, prefilling=prefilling, prompt_pages=prompt_pages, final_pages=final_pages)
         self.book.map_pages(slot, prefix_pages)
         self.book.sealed[slot] = len(prefix_pages)
         if not prefilling:

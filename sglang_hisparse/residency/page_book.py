@@ -41,6 +41,7 @@ class PageBook:
         self.live = np.zeros(slots, dtype=bool)
         self.prefilling = np.zeros(slots, dtype=bool)
         self.leased = np.zeros(slots, dtype=bool)
+        self.prompt_pages = np.zeros(slots, dtype=np.int64)  # pages at the end of its prefill
         self.final_pages = np.zeros(slots, dtype=np.int64)  # pages at the end of the request, an upper estimate
         self._free: list[int] = []
         self.clear()
@@ -50,7 +51,7 @@ class PageBook:
         for array in (
             self.state, self.device_page, self.users, self.unleased, self.holds, self.last_use, self.transfer,
             self.enqueued, self.slot_pages, self.num_pages, self.held_from, self.sealed, self.live, self.prefilling,
-            self.leased, self.final_pages,
+            self.leased, self.prompt_pages, self.final_pages,
         ):  # fmt: skip
             array.fill(0)
         self._free = list(range(self.limits.num_logical_pages, 0, -1))
@@ -83,11 +84,12 @@ class PageBook:
         """The slot's logical pages in position order, int32; 0 where a page has been given up (being released)."""
         return self.slot_pages[slot, : self.num_pages[slot]]
 
-    def open_slot(self, slot: int, *, prefilling: bool, final_pages: int) -> None:
+    def open_slot(self, slot: int, *, prefilling: bool, prompt_pages: int, final_pages: int) -> None:
         if self.live[slot]:
             raise InvariantError(f"request slot {slot} still has the pages of its last request")
         self.live[slot] = True
         self.prefilling[slot] = prefilling
+        self.prompt_pages[slot] = prompt_pages
         self.final_pages[slot] = final_pages
 
     def map_pages(self, slot: int, pages: Sequence[int]) -> None:
@@ -139,7 +141,7 @@ class PageBook:
     def close_slot(self, slot: int) -> None:
         """The slot maps nothing any more."""
         self.unmap_pages(slot, 0, int(self.num_pages[slot]))
-        for array in (self.num_pages, self.held_from, self.sealed, self.live, self.prefilling, self.final_pages):
+        for array in (self.num_pages, self.held_from, self.sealed, self.live, self.prefilling, self.prompt_pages, self.final_pages):
             array[slot] = 0
 
     def set_held_from(self, slot: int, position: int) -> None:
@@ -177,6 +179,19 @@ class PageBook:
         """Number of the slot's pages that have no device page."""
         row = self.pages(slot)
         return int(np.count_nonzero(self.state[row] == PageState.HOST))
+
+    def is_host_only(self, page: int) -> bool:
+        return self.state[page] == PageState.HOST
+
+    def committed_pages(self) -> int:
+        """Device pages that the live requests need when everything that can be spilled is spilled.
+
+        A request that is being prefilled keeps its whole prompt; a decoding one can shrink to a hot lease, its tail and one
+        page to grow into, if it is longer than that.
+        """
+        limits, live = self.limits, self.live
+        decoding = np.minimum(np.maximum(self.final_pages, self.num_pages), limits.smallest_pages)
+        return int(np.where(self.prefilling, np.maximum(self.prompt_pages + 1, decoding), decoding)[live].sum())
 
     def forget_transfer(self, page: int) -> None:
         self.transfer[page] = NO_TRANSFER

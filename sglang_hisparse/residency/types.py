@@ -116,6 +116,11 @@ class ResidencyLimits:
     page_size: int = 64
     tail_pages: int = 2  #: newest pages of a running request that never leave the device
 
+    @property
+    def smallest_pages(self) -> int:
+        """Device pages of a long decoding request when all that can leave has left: hot lease, tail, one to grow into."""
+        return self.hot_pages + self.tail_pages + 1
+
 
 @dataclass(frozen=True, slots=True)
 class ResidencyPolicy:

@@ -1,0 +1,288 @@
+"""The coordinator class that SGLang calls: its method names on the outside, the residency protocol inside.
+
+Takes the place of SGLang's HiSparseCoordinator. Scheduler, batch result processor, model runner and DSA backend call it;
+it turns each call into residency transactions on the CPU, hands plans to the transfer worker, and launches the resolver
+inside the captured graph. It takes no decision of its own and never waits for the device on a scheduler path.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sglang_hisparse import settings
+from sglang_hisparse.audit import RowAudit, RowFault
+from sglang_hisparse.errors import HiSparseError, InvariantError
+from sglang_hisparse.memory.allocator import HiSparseAllocator
+from sglang_hisparse.memory.host_tier import HostTier
+from sglang_hisparse.memory.pool import HiSparsePool
+from sglang_hisparse.residency import ResidencyCoordinator, ResidencyLimits, SpillPolicy
+from sglang_hisparse.residency.invariants import check
+from sglang_hisparse.stats import StatsWriter, residency_counts
+from sglang_hisparse.transfer.hot_buffer import GroupTable, HotBuffers
+from sglang_hisparse.transfer.worker import TransferWorker
+
+logger = logging.getLogger(__name__)
+
+# SGLang clips the output length that it plans for to this many tokens (schedule_policy.CLIP_MAX_NEW_TOKENS).
+MAX_PLANNED_OUTPUT = 4096
+
+
+@dataclass(slots=True)
+class _ExtendRequest:
+    """One request of the extend batch that is being allocated."""
+
+    prefix_pages: list[int]
+    is_new: bool
+    seq_len: int
+    prefill_ends: bool
+    prompt_pages: int
+    final_pages: int
+
+
+class HiSparseRuntime:
+    """One for each rank's target model. Constructor arguments are those of SGLang's class."""
+
+    def __init__(
+        self,
+        req_to_token_pool: Any,
+        token_to_kv_pool_allocator: Any,
+        top_k: int,
+        device_buffer_size: int,
+        device: str,
+        tp_group: Any,
+        host_to_device_ratio: float = 2,
+        swap_in_block_size: int | None = None,
+        shared_index_layers: list[bool] | None = None,
+        num_draft_tokens: int = 0,
+    ) -> None:
+        allocator, pool = token_to_kv_pool_allocator, token_to_kv_pool_allocator.get_kvcache()
+        for part, wanted in ((allocator, HiSparseAllocator), (pool, HiSparsePool)):
+            if not isinstance(part, wanted):
+                raise HiSparseError(f"SGLang built {type(part).__name__} where {wanted.__name__} was hooked in; refusing a mixture")
+        if num_draft_tokens:
+            raise HiSparseError(f"speculative decoding ({num_draft_tokens} draft tokens) is not supported yet")
+        self.req_to_token_pool = req_to_token_pool
+        self.allocator, self.pool = allocator, pool
+        self.page_size = allocator.page_size
+        self.top_k, self.device_buffer_size, self.device = top_k, device_buffer_size, device
+        self.padded_buffer_size = device_buffer_size
+        self.tp_group = tp_group
+        self.ack_staging_queue: list[Any] = []  # nothing is ever staged: a prefilled request decodes in the next step
+        num_slots = req_to_token_pool.req_to_token.shape[0]
+        limits = ResidencyLimits(
+            num_logical_pages=allocator.size_full // self.page_size,
+            num_device_pages=allocator.device_pages.num_pages,
+            num_slots=num_slots,
+            max_pages_per_slot=-(-req_to_token_pool.max_context_len // self.page_size) + 1,
+            hot_pages=device_buffer_size // self.page_size,
+            page_size=self.page_size,
+        )
+        self.mem_pool_host = HostTier.create(pool, allocator.size_full, self.page_size, pin=True)
+        self.mem_pool_host.bind_available(allocator.available_size)
+        self.groups = GroupTable.from_reuse_flags(shared_index_layers, pool.layer_num)
+        self.hot = HotBuffers(
+            groups=self.groups,
+            num_slots=num_slots,
+            buffer_size=device_buffer_size,
+            page_size=self.page_size,
+            top_k=top_k,
+            row_bytes=pool.row_bytes,
+            page_table=allocator.page_table,
+            host_bases=self.mem_pool_host.layer_bases(),
+            device_bases=pool.device_bases(),
+        )
+        self.worker = TransferWorker(
+            host_bases=self.hot.host_bases,
+            device_bases=self.hot.device_bases,
+            page_bytes=self.page_size * pool.row_bytes,
+            page_table=allocator.page_table,
+            hot_pages=self.hot.hot_pages,
+            hot_state=self.hot,
+        )
+        policy = settings.residency_policy(self.worker.page_bytes * pool.layer_num)
+        self.residency = ResidencyCoordinator(limits, policy, allocator.device_pages, self.worker.mirror)
+        self.policy = SpillPolicy(self.residency)
+        self.num_real_reqs = self.hot.num_real_rows
+        self.audit, self.fault = RowAudit.from_env(self), RowFault.from_env(self)
+        self.stats = StatsWriter.from_env(self)
+        self._model_runner: Any = None
+        self._extend: list[_ExtendRequest] = []
+        self._launch: tuple[list[int], list[int], list[bool]] | None = None
+        self.extend_slots: list[int] = []
+        self.decode_slots: list[int] = []
+        allocator.bind_runtime(self)
+
+    # -- wiring -----------------------------------------------------------------------------------------------------
+
+    def bind_model_runner(self, model_runner: Any) -> None:
+        """Gives access to the attention backend's metadata: the step's own snapshot of logical pages (R3)."""
+        self._model_runner = model_runner
+
+    def set_decode_producer_stream(self, stream: Any) -> None:
+        self.worker.forward_stream = stream
+
+    # -- extend (called around SGLang's alloc_for_extend) -----------------------------------------------------------
+
+    def begin_extend(self, batch: Any) -> None:
+        """Hold the prefixes of the whole batch, spill, promote; SGLang allocates next (R21)."""
+        self._extend = [self._extend_request(batch, i) for i in range(len(batch.reqs))]
+        prefixes = [page for request in self._extend for page in request.prefix_pages]
+        self.residency.book.hold(prefixes, +1)
+        on_host = [page for page in dict.fromkeys(prefixes) if self.residency.book.is_host_only(page)]
+        new_pages = sum(-(-request.seq_len // self.page_size) - len(request.prefix_pages) for request in self._extend)
+        if self.make_room(len(on_host) + new_pages) and on_host:
+            self.residency.promote(on_host)
+
+    def _extend_request(self, batch: Any, index: int) -> _ExtendRequest:
+        req, prefix_len = batch.reqs[index], batch.prefix_lens[index]
+        seq_len = prefix_len + batch.extend_lens[index]
+        if is_new := not req.kv.holds_kv:
+            pages = batch.tree_cache.prefix_pages(req) if prefix_len else []
+        else:
+            pages = self.residency.book.pages(req.kv.req_pool_idx).tolist()
+        left = min(max(req.sampling_params.max_new_tokens - len(req.output_ids), 0), MAX_PLANNED_OUTPUT)
+        total = len(req.full_untruncated_fill_ids)
+        prompt_pages, final_pages = -(-total // self.page_size), -(-(total + left) // self.page_size)
+        return _ExtendRequest(pages, is_new, seq_len, seq_len >= total, prompt_pages, final_pages)
+
+    def allocate_spec_scratch(self, req_pool_indices: list[int]) -> None:
+        """SGLang tells the request slots of the extend batch here, in batch order, before it allocates tokens."""
+        self.extend_slots = list(req_pool_indices)
+        for slot, request in zip(self.extend_slots, self._extend, strict=True):
+            if request.is_new:
+                self.residency.attach(
+                    slot, request.prefix_pages, prompt_pages=request.prompt_pages, final_pages=request.final_pages
+                )
+            self.residency.book.hold(request.prefix_pages, -1)
+
+    def end_extend(self) -> None:
+        self._launch = (self.extend_slots, [r.seq_len for r in self._extend], [r.prefill_ends for r in self._extend])
+        self._extend = []
+
+    # -- decode (called around SGLang's alloc_for_decode) -----------------------------------------------------------
+
+    def begin_decode(self, batch: Any) -> None:
+        self.decode_slots = batch.req_pool_indices_cpu.tolist()
+
+    def end_decode(self, batch: Any) -> None:
+        self._launch = (self.decode_slots, (batch.seq_lens_cpu + 1).tolist(), [True] * len(self.decode_slots))
+
+    def make_room(self, num_pages: int) -> bool:
+        """Spill until `num_pages` device pages are free."""
+        return self.policy.make_room(num_pages)
+
+    def committed_device_pages(self) -> int:
+        """Device pages that the live requests need at worst: the ledger of `memory/budget.py`."""
+        return self.residency.book.committed_pages()
+
+    # -- the forward ------------------------------------------------------------------------------------------------
+
+    def before_forward(self) -> None:
+        """On the forward stream, before every forward of the target model, in every mode (R4)."""
+        self.residency.on_completed(self.worker.poll())
+        self.policy.tick()
+        self.worker.apply(self.residency.take_plan())
+        launch, self._launch = self._launch, None
+        if launch is not None:
+            slots, seq_lens, ends = launch
+            self.residency.check_step([slot for slot, end in zip(slots, ends, strict=True) if end])
+            self.residency.note_launch(slots, seq_lens, ends)
+        self.stats.tick()
+
+    def wait_for_pending_backup(self) -> None:
+        """Nothing to wait for: `before_forward` has ordered the forward behind every copy that it depends on."""
+
+    def swap_in_selected_pages(
+        self, req_pool_indices: torch.Tensor, compressed_seq_lens: torch.Tensor, top_k_result: torch.Tensor, layer_id: int
+    ) -> torch.Tensor:
+        """Device rows int32 [rows, top_k] of the selected positions int32 [rows, top_k]; -1: no row.
+
+        Inside the graph. The leader of an index group resolves and fetches for all its layers; followers reuse its rows.
+        """
+        layer = layer_id - self.pool.start_layer
+        num_rows = top_k_result.shape[0]
+        if self.groups.is_leader(layer):
+            page_rows = self._model_runner.attn_backend.forward_metadata.real_page_table
+            if page_rows.shape[0] < num_rows:
+                raise InvariantError(f"page table of {page_rows.shape[0]} rows for {num_rows} rows of top-k")
+            rows = self.hot.resolve(layer, top_k_result, page_rows, compressed_seq_lens, req_pool_indices)
+            self.audit.check(layer, rows, top_k_result, page_rows, compressed_seq_lens)
+        return self.fault.apply(self.hot.rows(num_rows), top_k_result)
+
+    # -- the life of a request --------------------------------------------------------------------------------------
+
+    def admit_request_into_staging(self, req: Any) -> None:
+        """SGLang announces the end of a prefill. The request decodes in the next step; mirroring goes on behind it."""
+
+    def collect_ready_reqs(self) -> list[Any]:
+        return []
+
+    def map_last_loc_to_buffer(self, *args: Any) -> None:
+        """New tokens go to the resident tail page that `alloc_decode` gave them; there is nothing to map."""
+
+    def request_finished(self, req: Any) -> None:
+        """The lease goes back early; pages leave through the allocator, the slot through `release_slot` (R11, R12)."""
+        if req.kv.req_pool_idx is not None:
+            self.residency.release_lease(req.kv.req_pool_idx)
+
+    def retract_req(self, req: Any) -> None:
+        """Keep the request's full pages in the radix tree, so that its re-admission is a prefix hit (R13)."""
+        tree = self.tree_cache
+        if tree is not None and not tree.disable and not req.skip_radix_cache_insert:
+            req.refresh_fill_ids()
+            tree.checkpoint(req, up_to=req.owned_kv_len())
+        self.request_finished(req)
+
+    tree_cache: Any = None  # set by the hook after the scheduler has built it
+
+    def release_slots(self, slots: list[int]) -> None:
+        """The one release: every path of SGLang ends in ReqToTokenPool.free_rows. Idempotent."""
+        for slot in slots:
+            self.residency.release(slot)
+
+    # -- idle, flush, shutdown --------------------------------------------------------------------------------------
+
+    def has_ongoing_staging(self) -> bool:
+        """Whether a host copy is under way: the scheduler is not idle then (R29)."""
+        self.residency.on_completed(self.worker.poll())
+        return self.worker.in_flight or self.residency.has_transfers
+
+    def self_check(self) -> list[str]:
+        """What is wrong with the pools now, in words; empty when nothing is."""
+        try:
+            check(self.residency)
+        except InvariantError as error:
+            return [f"hisparse: {error}"]
+        if self.allocator.num_slow_frees:
+            return [f"hisparse: {self.allocator.num_slow_frees} frees arrived as device tensors"]
+        return []
+
+    def clear(self) -> None:
+        """Flush: drain the copies, forget every page; late acknowledgements find no transfer (I5)."""
+        self.worker.drain()
+        self.residency.clear()
+        self.worker.forget_all()
+        self.hot.forget_all()
+        self._launch = None
+
+    def destroy(self) -> None:
+        self.stats.close()
+        self.worker.drain()
+        if self.worker.device.type == "cuda":
+            torch.cuda.synchronize(self.worker.device)  # the resolver reads host rows from captured graphs
+        self.mem_pool_host.destroy()
+
+    def get_token_stats(self) -> Any:
+        from sglang.srt.managers.hisparse_coordinator import HiSparseTokenStats
+
+        device, host = self.allocator.hisparse_attn_allocator, self.allocator.logical_attn_allocator
+        used = [ledger.size - ledger.available_size() for ledger in (device, host)]
+        return HiSparseTokenStats(used[0], used[0] / device.size, used[1], used[1] / host.size)
+
+    def counters(self) -> dict[str, int]:
+        """Counts since start, for logs, metrics and the statistics file; device counts lag by a few steps."""
+        return {**residency_counts(self), **self.hot.counters(), **self.audit.counters()}

@@ -1,0 +1,123 @@
+"""Hot buffers: the GPU state of the resolver, one set of tables for each index group.
+
+Owned by the runtime. The resolver kernel is the only writer of tags and replacement state; the transfer worker writes
+leases, on the forward stream, between forwards. Addresses never change, so captured graphs stay valid.
+"""
+
+from __future__ import annotations
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from sglang_hisparse.kernels.resolver import HotGroupState, resolve
+
+
+@dataclass(frozen=True, slots=True)
+class GroupTable:
+    """Index groups of this rank's layers, counted from 0: `members[g]` is the leader of group g, then its followers."""
+
+    members: tuple[tuple[int, ...], ...]
+    group_of: tuple[int, ...]  #: layer -> group
+
+    @classmethod
+    def from_reuse_flags(cls, reuses_top_k: Sequence[bool] | None, num_layers: int) -> GroupTable:
+        """From SGLang's per-layer flags "reuses the top-k of the layer before"; None: every layer leads itself."""
+        flags = list(reuses_top_k or [False] * num_layers)
+        if len(flags) != num_layers or flags[0]:
+            raise ValueError(f"{len(flags)} top-k flags (first: {flags[:1]}) for {num_layers} layers; the first layer must lead")
+        members: list[list[int]] = []
+        for layer, reuses in enumerate(flags):
+            if reuses:
+                members[-1].append(layer)
+            else:
+                members.append([layer])
+        group_of = [group for group, layers in enumerate(members) for _ in layers]
+        return cls(tuple(map(tuple, members)), tuple(group_of))
+
+    def is_leader(self, layer: int) -> bool:
+        return self.members[self.group_of[layer]][0] == layer
+
+
+class HotBuffers:
+    """State of all groups for `num_slots` request slots of `buffer_size` rows, and the output of the last resolve.
+
+    hot_pages int32 [num_slots, buffer_size / page_size]: device pages of each slot's lease, 0: none.
+    """
+
+    def __init__(
+        self,
+        *,
+        groups: GroupTable,
+        num_slots: int,
+        buffer_size: int,
+        page_size: int,
+        top_k: int,
+        row_bytes: int,
+        page_table: torch.Tensor,
+        host_bases: torch.Tensor,
+        device_bases: torch.Tensor,
+    ) -> None:
+        device = page_table.device
+        self.groups = groups
+        self.page_size, self.row_bytes, self.page_table = page_size, row_bytes, page_table
+        self.host_bases, self.device_bases = host_bases.to(device), device_bases.to(device)
+        self.hot_pages = torch.zeros((num_slots, buffer_size // page_size), dtype=torch.int32, device=device)
+        self.num_real_rows = torch.zeros(1, dtype=torch.int32, device=device)
+        self.state = HotGroupState.allocate(num_slots, buffer_size, device, num_groups=len(groups.members))
+        self._out = torch.full((num_slots, top_k), -1, dtype=torch.int32, device=device)
+        self._group_bases = [
+            (self.host_bases[list(layers)].contiguous(), self.device_bases[list(layers)].contiguous())
+            for layers in groups.members
+        ]
+
+    def resolve(
+        self,
+        leader_layer: int,
+        top_k_result: torch.Tensor,
+        page_rows: torch.Tensor,
+        seq_lens: torch.Tensor,
+        req_pool_indices: torch.Tensor,
+    ) -> torch.Tensor:
+        """Resolve and fetch for the group of `leader_layer`; see kernels/resolver.py for shapes. Returns `rows(n)`."""
+        group = self.groups.group_of[leader_layer]
+        host_bases, device_bases = self._group_bases[group]
+        num_rows = top_k_result.shape[0]
+        resolve(
+            top_k=top_k_result,
+            page_rows=page_rows[:num_rows],
+            seq_lens=seq_lens[:num_rows],
+            req_slots=req_pool_indices[:num_rows],
+            num_real_rows=self.num_real_rows,
+            page_table=self.page_table,
+            hot_pages=self.hot_pages,
+            group=self.state[group],
+            host_bases=host_bases,
+            device_bases=device_bases,
+            row_bytes=self.row_bytes,
+            page_size=self.page_size,
+            out=self.rows(num_rows),
+        )
+        return self.rows(num_rows)
+
+    def bases_of(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Host and device addresses int64 [layers of its group], leader first."""
+        return self._group_bases[self.groups.group_of[layer]]
+
+    def rows(self, num_rows: int) -> torch.Tensor:
+        """Output int32 [num_rows, top_k] of the last `resolve`."""
+        return self._out[:num_rows]
+
+    def reset(self, slots: torch.Tensor) -> None:
+        """Forget all hot rows of `slots` (int64, on the device), in every group; ordered on the current stream."""
+        self.state.reset(slots)
+
+    def forget_all(self) -> None:
+        """After a flush. Leases are zeroed by the worker; tags of a slot are forgotten again when it takes a lease."""
+
+    def counters(self) -> dict[str, int]:
+        """Rows resolved since start, summed over groups and slots, as last copied from the device."""
+        return self.state.counters()

@@ -1,0 +1,161 @@
+"""The transfer worker: copies, streams, events and tables. It executes plans and decides nothing.
+
+Called by the runtime on the scheduler's thread. Host copies run on a copy stream of their own, each batch behind the
+forward that was launched last when it was enqueued; everything that a forward reads (page table, leases, promoted pages)
+is written on the forward stream just before it. No call waits for the device (R1, R4, R5).
+
+On a CPU pool the same code runs without streams: copies are complete when `mirror` returns, and are acknowledged as
+completed at the next `poll`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sglang_hisparse.kernels.page_copy import Direction, copy_pages
+from sglang_hisparse.residency.types import LeaseChange, PageTransfer, StepPlan
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Copies enqueued together, and the event behind the last of them (the host-write event)."""
+
+    transfer_ids: list[int]
+    event: Any
+
+
+class TransferWorker:
+    """Copies pages of one rank between its device pool and its host tier.
+
+    host_bases, device_bases: int64 [layers], addresses of row 0 of each layer, on the pool's device.
+    page_table: int32 [logical pages + 1]; hot_pages: int32 [slots, hot pages]; hot_state: object with `reset(slots)`.
+    """
+
+    def __init__(
+        self,
+        *,
+        host_bases: torch.Tensor,
+        device_bases: torch.Tensor,
+        page_bytes: int,
+        page_table: torch.Tensor,
+        hot_pages: torch.Tensor,
+        hot_state: Any,
+    ) -> None:
+        self.device = page_table.device
+        self.page_table = page_table
+        self.hot_pages = hot_pages
+        self.hot_state = hot_state
+        self.page_bytes = page_bytes
+        self.num_layers = int(host_bases.numel())
+        self._host_bases = host_bases
+        self._device_bases = device_bases
+        self._batches: deque[_Batch] = deque()
+        self._reset = False
+        self._on_gpu = self.device.type == "cuda"
+        self._copy_stream = torch.cuda.Stream(device=self.device) if self._on_gpu else None
+        self.forward_stream: Any = None
+        self.bytes_to_host = 0
+        self.bytes_to_device = 0
+
+    # -- copies to the host -----------------------------------------------------------------------------------------
+
+    def mirror(self, transfers: Sequence[PageTransfer]) -> list[int]:
+        """Enqueue host copies behind the last launched forward. Returns their ids: all of them are enqueued."""
+        ids = [transfer.transfer_id for transfer in transfers]
+        host = [transfer.logical_page for transfer in transfers]
+        device = [transfer.device_page for transfer in transfers]
+        event = None
+        if self._on_gpu:
+            launched = torch.cuda.Event()
+            launched.record(self.forward_stream or torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(self._copy_stream):
+                self._copy_stream.wait_event(launched)
+                self._copy(Direction.TO_HOST, host, device)
+                event = torch.cuda.Event()
+                event.record(self._copy_stream)
+        else:
+            self._copy(Direction.TO_HOST, host, device)
+        self._batches.append(_Batch(ids, event))
+        self.bytes_to_host += len(ids) * self.page_bytes * self.num_layers
+        return ids
+
+    def poll(self) -> list[int]:
+        """Ids of copies that have been observed to be complete since the last call."""
+        done: list[int] = []
+        while self._batches and (self._batches[0].event is None or self._batches[0].event.query()):
+            done += self._batches.popleft().transfer_ids
+        return done
+
+    @property
+    def in_flight(self) -> bool:
+        return bool(self._batches)
+
+    def drain(self) -> None:
+        """Wait for every copy (flush and shutdown only)."""
+        if self._on_gpu:
+            self._copy_stream.synchronize()
+
+    # -- before a forward -------------------------------------------------------------------------------------------
+
+    def apply(self, plan: StepPlan) -> None:
+        """Execute a plan on the current stream, which is the one that runs the next forward."""
+        if self._reset:
+            self.page_table.zero_()
+            self.hot_pages.zero_()
+            self._reset = False
+        if plan.is_empty:
+            return
+        if plan.wait_transfer_id and self._on_gpu:
+            for batch in self._batches:
+                if batch.transfer_ids[-1] >= plan.wait_transfer_id:
+                    torch.cuda.current_stream(self.device).wait_event(batch.event)
+                    break
+        if plan.promotions:
+            self._copy(
+                Direction.TO_DEVICE,
+                [promotion.logical_page for promotion in plan.promotions],
+                [promotion.device_page for promotion in plan.promotions],
+            )
+            self.bytes_to_device += len(plan.promotions) * self.page_bytes * self.num_layers
+        if plan.table:
+            index, value = self._to_device(list(zip(*plan.table, strict=True)))
+            self.page_table[index.long()] = value
+        if plan.leases:
+            self._apply_leases(plan.leases)
+
+    def _apply_leases(self, leases: Sequence[LeaseChange]) -> None:
+        width = self.hot_pages.shape[1]
+        rows = [list(lease.device_pages) or [0] * width for lease in leases]
+        slots = self._to_device([[lease.slot for lease in leases]])[0].long()
+        self.hot_pages[slots] = self._to_device(rows)
+        self.hot_state.reset(slots)
+
+    def forget_all(self) -> None:
+        """After a flush: the next forward finds an empty page table and no leases."""
+        self._batches.clear()
+        self._reset = True
+
+    # -- helpers ----------------------------------------------------------------------------------------------------
+
+    def _to_device(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Lists of equal length as one int32 tensor on the device; the copy is ordered on the current stream."""
+        if not self._on_gpu:
+            return torch.tensor(rows, dtype=torch.int32)
+        # Page-locked memory from torch's cache is not handed out again before this copy has run.
+        return torch.tensor(rows, dtype=torch.int32, pin_memory=True).to(self.device, non_blocking=True)
+
+    def _copy(self, direction: Direction, host_pages: list[int], device_pages: list[int]) -> None:
+        host, device = self._to_device([host_pages, device_pages])
+        copy_pages(
+            direction=direction,
+            host_bases=self._host_bases,
+            device_bases=self._device_bases,
+            host_pages=host,
+            device_pages=device,
+            page_bytes=self.page_bytes,
+        )
