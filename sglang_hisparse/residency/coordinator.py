@@ -60,6 +60,7 @@ class ResidencyCoordinator:
         self._mirror_sink = mirror_sink
         self._next_transfer_id = 1
         self._transfers: dict[int, int] = {}  # id -> logical page, until completed
+        self._completed_early: dict[int, int] = {}  # id -> logical page, completed and not yet acknowledged as enqueued
         self._in_flight: dict[int, int] = {}  # logical page -> host writes not completed (R7)
         self._dirty: dict[int, None] = {}  # DIRTY pages in the order of sealing
         self.hot_lease: dict[int, list[int]] = {}  # slot -> device pages
@@ -79,6 +80,7 @@ class ResidencyCoordinator:
         self.book.clear()
         self.device_pages.clear()
         self._transfers.clear()
+        self._completed_early.clear()
         self._in_flight.clear()
         self._dirty.clear()
         self.hot_lease.clear()
@@ -153,7 +155,7 @@ class ResidencyCoordinator:
             if self.book.slot_pages[slot, position] == page:
                 continue
             old = self.book.replace_page(slot, position, page)
-            if self.book.state[page] == PageState.HOST and self.book.sealed_resident()[old]:
+            if self.book.state[page] == PageState.HOST and PageState.DIRTY <= self.book.state[old] <= PageState.CLEAN:
                 self._rehome(old, page)
             old_pages.append(old)
         if old_pages and self.book.leased[slot]:
@@ -198,8 +200,11 @@ class ResidencyCoordinator:
 
     def _rehome(self, old: int, page: int) -> None:
         device_page = int(self.book.device_page[old])
+        is_promoted = old in self._promotions  # its bytes are still to come, from either host row
         self.device_pages.transfer(device_page, page)
         self._set_device_page(page, device_page)
+        if is_promoted:
+            self._promotions[page] = device_page
         # The tree page's host copy is complete or ordered before any reader, so it is CLEAN; the old id lives on the host
         # until `free` ends it, and nobody reads it.
         self.book.state[page] = PageState.CLEAN if not self.book.transfer[page] else PageState.MIRRORING
@@ -248,11 +253,14 @@ class ResidencyCoordinator:
     def on_enqueued(self, transfer_ids: Iterable[int]) -> None:
         """These copies are on the copy stream: every later writer of their device pages is ordered behind them."""
         for transfer_id in transfer_ids:
-            page = self._transfers.get(transfer_id)
+            early = self._completed_early.pop(transfer_id, None)
+            page = self._transfers.get(transfer_id, early)
             if page is None or self.book.transfer[page] != transfer_id:
                 self.counters.stale_acknowledgements += 1
                 continue
             self.book.enqueued[page] = True
+            if early is not None:
+                self._publish(page)
 
     def on_completed(self, transfer_ids: Iterable[int]) -> None:
         """These copies have been observed to be complete: their host pages may be read by the CPU."""
@@ -264,10 +272,17 @@ class ResidencyCoordinator:
             self._land(page)
             if self.book.transfer[page] != transfer_id:
                 self.counters.stale_acknowledgements += 1
-                continue
-            self.book.forget_transfer(page)
-            if self.book.state[page] == PageState.MIRRORING:
-                self.book.state[page] = PageState.CLEAN
+            elif self.book.enqueued[page]:
+                self._publish(page)
+            else:
+                # Other ranks may not have seen it yet; a page becomes releasable by *enqueued*, on all ranks at once.
+                self._completed_early[transfer_id] = page
+
+    def _publish(self, page: int) -> None:
+        """The host copy of `page` is complete."""
+        self.book.forget_transfer(page)
+        if self.book.state[page] == PageState.MIRRORING:
+            self.book.state[page] = PageState.CLEAN
 
     def on_failed(self, transfer_ids: Iterable[int]) -> None:
         """These copies never reached the copy stream: their pages are DIRTY again and will be planned anew."""
