@@ -125,7 +125,7 @@ class Engine:
         handle = Handle(rid, prompt, max_new_tokens, history)
         self.handles[rid] = handle
         self.model.histories[rid] = history
-        sampling = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, ignore_eos=True)
+        sampling = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0)
         sampling.normalize(None)
         self._inbox.append(
             TokenizedGenerateReqInput(
