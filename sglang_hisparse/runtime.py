@@ -110,17 +110,26 @@ class HiSparseRuntime:
         self.audit, self.fault = RowAudit.from_env(self), RowFault.from_env(self)
         self.stats = StatsWriter.from_env(self)
         self._model_runner: Any = None
+        self.tree_cache: Any = None
+        self._committed_seen = 0
         self._extend: list[_ExtendRequest] = []
         self._launch: tuple[list[int], list[int], list[bool]] | None = None
         self.extend_slots: list[int] = []
         self.decode_slots: list[int] = []
         allocator.bind_runtime(self)
+        req_to_token_pool.hisparse_runtime = self
 
     # -- wiring -----------------------------------------------------------------------------------------------------
 
     def bind_model_runner(self, model_runner: Any) -> None:
         """Gives access to the attention backend's metadata: the step's own snapshot of logical pages (R3)."""
         self._model_runner = model_runner
+
+    def bind_scheduler(self, scheduler: Any) -> None:
+        """The scheduler is built. Its staging flag goes off: with it, a prefilled request would wait for its host copy
+        outside every batch (R31). The flag of the process stays, since other places need it."""
+        self.tree_cache = scheduler.tree_cache
+        scheduler.enable_hisparse = False
 
     def set_decode_producer_stream(self, stream: Any) -> None:
         self.worker.forward_stream = stream
@@ -179,6 +188,11 @@ class HiSparseRuntime:
         """Device pages that the live requests need at worst: the ledger of `memory/budget.py`."""
         return self.residency.book.committed_pages()
 
+    def admission_may_have_room(self) -> bool:
+        """Whether the ledger has shrunk since this was last asked: SGLang stops asking once a batch was full."""
+        before, self._committed_seen = self._committed_seen, self.committed_device_pages()
+        return self._committed_seen < before
+
     # -- the forward ------------------------------------------------------------------------------------------------
 
     def before_forward(self) -> None:
@@ -236,8 +250,6 @@ class HiSparseRuntime:
             req.refresh_fill_ids()
             tree.checkpoint(req, up_to=req.owned_kv_len())
         self.request_finished(req)
-
-    tree_cache: Any = None  # set by the hook after the scheduler has built it
 
     def release_slots(self, slots: list[int]) -> None:
         """The one release: every path of SGLang ends in ReqToTokenPool.free_rows. Idempotent."""

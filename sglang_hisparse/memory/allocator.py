@@ -55,7 +55,8 @@ class HiSparseAllocator(HiSparseTokenToKVPoolAllocator):
         self._size_hisparse = size // page_size * page_size
         self.compress_ratio = 1
         self.dtype, self.device, self.page_size, self.need_sort = dtype, device, page_size, need_sort
-        self.release_pages = None
+        # No device free list exists; SGLang's page census skips a pool that has none.
+        self.free_pages = self.release_pages = None
         self.free_group = None
         self.device_pages = DevicePages(self._size_hisparse // page_size)
         self.runtime: HiSparseRuntime | None = None
@@ -75,16 +76,6 @@ class HiSparseAllocator(HiSparseTokenToKVPoolAllocator):
     @property
     def residency(self) -> ResidencyCoordinator:
         return self.runtime.residency
-
-    @property
-    def free_pages(self) -> None:
-        """No device free list exists; SGLang's page census skips a pool that has none."""
-        return None
-
-    @free_pages.setter
-    def free_pages(self, value: Any) -> None:
-        if value is not None:
-            raise NotImplementedError("the free list of HiSparseAllocator lives on the CPU")
 
     # -- capacity (pure) --------------------------------------------------------------------------------------------
 
@@ -219,8 +210,7 @@ class HiSparseAllocator(HiSparseTokenToKVPoolAllocator):
 
     def free(self, free_index: torch.Tensor) -> None:
         if free_index.numel():
-            if free_index.device.type != "cpu":
-                self.num_slow_frees += 1
+            self.num_slow_frees += free_index.device.type != "cpu"
             self.free_pages_list(dict.fromkeys((free_index.cpu() // self.page_size).tolist()))
 
     def free_segment(self, free_index: torch.Tensor, *, start_pos: int) -> None:

@@ -1,0 +1,249 @@
+"""Every place where this package enters SGLang 0.5.23, with the reason beside it.
+
+`HOOKS` is the whole list; `plugin.register` puts it into SGLang's HookRegistry, and `verify` proves at start that each one
+took. Hooks are thin: they find the runtime and call it. Originals are never kept in module-level names, because SGLang
+rewrites those when it propagates a patch.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_hisparse import settings
+from sglang_hisparse.errors import HiSparseError
+from sglang_hisparse.memory import sizing
+from sglang_hisparse.memory.allocator import HiSparseAllocator
+from sglang_hisparse.memory.pool import HiSparsePool
+from sglang_hisparse.memory.radix import HiSparseRadixCache
+from sglang_hisparse.runtime import HiSparseRuntime
+from sglang_hisparse.validation import validate_server_args
+
+SRT = "sglang.srt."
+
+
+@dataclass(frozen=True, slots=True)
+class Hook:
+    """One hook: target below `sglang.srt.`, kind (a HookType's name), what is hooked in, and why."""
+
+    target: str
+    kind: str
+    function: Callable[..., Any]
+    why: str
+
+    @property
+    def path(self) -> str:
+        return SRT + self.target
+
+
+# -- before weights load ------------------------------------------------------------------------------------------------
+
+
+def around_validate(original: Callable[[Any], None], server_args: Any) -> None:
+    validate_server_args(server_args, original)
+
+
+# -- allocation ---------------------------------------------------------------------------------------------------------
+
+
+def _runtime_of(batch: Any) -> HiSparseRuntime | None:
+    allocator = batch.token_to_kv_pool_allocator
+    return allocator.runtime if isinstance(allocator, HiSparseAllocator) else None
+
+
+def around_alloc_for_extend(original: Callable[[Any], Any], batch: Any) -> Any:
+    runtime = _runtime_of(batch)
+    if runtime is None:
+        return original(batch)
+    runtime.begin_extend(batch)
+    result = original(batch)
+    runtime.end_extend()
+    return result
+
+
+def around_alloc_for_decode(original: Callable[..., Any], batch: Any, token_per_req: int) -> Any:
+    runtime = _runtime_of(batch)
+    if runtime is None:
+        return original(batch, token_per_req)
+    runtime.begin_decode(batch)
+    result = original(batch, token_per_req)
+    runtime.end_decode(batch)
+    return result
+
+
+def after_free_rows(result: None, pool: Any, indices: list[int]) -> None:
+    runtime = getattr(pool, "hisparse_runtime", None)
+    if runtime is not None:
+        runtime.release_slots(indices)
+
+
+def around_radix_cache_factory(original: Callable[[Any], Any], ctx: Any) -> Any:
+    if not isinstance(ctx.params.token_to_kv_pool_allocator, HiSparseAllocator):
+        return original(ctx)
+    from sglang.srt.mem_cache.registry import create_unified_radix_cache
+
+    return create_unified_radix_cache(ctx, cache_class=HiSparseRadixCache)
+
+
+# -- the forward --------------------------------------------------------------------------------------------------------
+
+
+def _is_ours(model_runner: Any) -> bool:
+    return isinstance(getattr(model_runner, "hisparse_coordinator", None), HiSparseRuntime)
+
+
+def after_init_coordinator(result: None, model_runner: Any) -> None:
+    if _is_ours(model_runner):
+        model_runner.hisparse_coordinator.bind_model_runner(model_runner)
+
+
+def around_forward_raw(original: Callable[..., Any], model_runner: Any, *args: Any, **kwargs: Any) -> Any:
+    if _is_ours(model_runner):
+        model_runner.hisparse_coordinator.before_forward()
+    return original(model_runner, *args, **kwargs)
+
+
+# -- the scheduler ------------------------------------------------------------------------------------------------------
+
+
+def after_scheduler_init(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    runtime = scheduler.hisparse_coordinator
+    if runtime is None:
+        return
+    if not isinstance(runtime, HiSparseRuntime):
+        raise HiSparseError(f"SGLang built {type(runtime).__name__} where HiSparseRuntime was hooked in; refusing a mixture")
+    verify()
+    runtime.bind_scheduler(scheduler)
+
+
+def before_get_next_batch(scheduler: Any, running_batch: Any, *args: Any, **kwargs: Any) -> None:
+    runtime = scheduler.hisparse_coordinator
+    if isinstance(runtime, HiSparseRuntime) and runtime.admission_may_have_room():
+        running_batch.batch_is_full = False
+
+
+def after_is_fully_idle(result: bool, scheduler: Any, *args: Any, **kwargs: Any) -> bool:
+    runtime = scheduler.hisparse_coordinator
+    if isinstance(runtime, HiSparseRuntime):
+        return result and not runtime.has_ongoing_staging()
+    return result
+
+
+def after_get_worker_info(result: tuple, worker: Any) -> tuple:
+    allocator = worker.model_runner.token_to_kv_pool_allocator
+    if not isinstance(allocator, HiSparseAllocator):
+        return result
+    # (max tokens, max prefill tokens, max requests, max queued, max_req_len, max_req_input_len, ...)
+    longest = allocator.max_request_tokens()
+    return (*result[:4], min(result[4], longest), min(result[5], longest - 5), *result[6:])
+
+
+HOOKS: tuple[Hook, ...] = (
+    Hook(
+        "arg_groups.hisparse_hook.validate_hisparse",
+        "AROUND",
+        around_validate,
+        "our configuration is checked before weights load, and the radix cache is allowed",
+    ),
+    Hook(
+        "mem_cache.sparsity.factory._parse_sparse_config",
+        "REPLACE",
+        settings.sparse_config,
+        "one strict schema instead of SGLang's lenient one",
+    ),
+    Hook(
+        "managers.hisparse_coordinator.HiSparseCoordinator",
+        "REPLACE",
+        HiSparseRuntime,
+        "our protocol behind SGLang's method names",
+    ),
+    Hook(
+        "mem_cache.allocator.hisparse.HiSparseTokenToKVPoolAllocator",
+        "REPLACE",
+        HiSparseAllocator,
+        "logical ids known on the CPU, two ledgers",
+    ),
+    Hook(
+        "mem_cache.hisparse_memory_pool.HiSparseDSATokenToKVPool",
+        "REPLACE",
+        HiSparsePool,
+        "translation by page table, index-K for the layers that own an indexer",
+    ),
+    *(Hook(target, "AROUND", function, why) for target, function, why in sizing.HOOKS),
+    Hook(
+        "mem_cache.allocation.alloc_for_extend",
+        "AROUND",
+        around_alloc_for_extend,
+        "prefixes are held, room is made and host-only prefixes are promoted before an extend allocates (R21)",
+    ),
+    Hook(
+        "mem_cache.allocation.alloc_for_decode",
+        "AROUND",
+        around_alloc_for_decode,
+        "tells which request slots the decode batch has, on the CPU (R1)",
+    ),
+    Hook(
+        "mem_cache.memory_pool.ReqToTokenPool.free_rows",
+        "AFTER",
+        after_free_rows,
+        "the one place where every release of a request ends (R12)",
+    ),
+    Hook(
+        "mem_cache.registry.default_radix_cache_factory",
+        "AROUND",
+        around_radix_cache_factory,
+        "the radix tree keeps its ids on the CPU, so that no free and no prefix hit waits for the device (R1)",
+    ),
+    Hook(
+        "model_executor.model_runner.ModelRunner.maybe_init_hisparse_coordinator",
+        "AFTER",
+        after_init_coordinator,
+        "gives the resolver the attention backend's own page-table snapshot (R3)",
+    ),
+    Hook(
+        "model_executor.model_runner.ModelRunner._forward_raw",
+        "AROUND",
+        around_forward_raw,
+        "tables and leases change on the forward stream only, before each forward, in every mode (R4)",
+    ),
+    Hook(
+        "managers.scheduler.Scheduler.__init__",
+        "AFTER",
+        after_scheduler_init,
+        "no staging: a prefilled request decodes in the next step (R31); gives the runtime the radix cache",
+    ),
+    Hook(
+        "managers.scheduler.Scheduler.get_next_batch_to_run",
+        "BEFORE",
+        before_get_next_batch,
+        "a request that has ended its prefill needs fewer device pages: admission is asked again (R31)",
+    ),
+    Hook(
+        "managers.scheduler.Scheduler.is_fully_idle",
+        "AFTER",
+        after_is_fully_idle,
+        "nothing is flushed or released while a host copy is under way (R29)",
+    ),
+    Hook(
+        "managers.tp_worker.TpModelWorker.get_worker_info",
+        "AFTER",
+        after_get_worker_info,
+        "a request may be as long as its prefill can be resident, not as long as the logical pool (R16, I8)",
+    ),
+)
+
+
+def verify() -> None:
+    """Prove that every hook is live in this process. Raises HiSparseError naming those that are not."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    missing = []
+    for hook in HOOKS:
+        present = pkgutil.resolve_name(hook.path)
+        live = present is hook.function if isinstance(hook.function, type) else hasattr(present, "__wrapped__")
+        if not live or hook.path not in HookRegistry._patched:
+            missing.append(hook.path)
+    if missing:
+        raise HiSparseError(f"SGLang did not take these hooks: {', '.join(missing)}; refusing to run a mixture")
