@@ -161,6 +161,8 @@ class SpillPolicy:
         """
         coordinator, book = self.coordinator, self.coordinator.book
         room = coordinator.device_pages.num_free - self.watermark_high_pages
+        if room <= 0:
+            return
         leased = [slot for slot in np.flatnonzero(book.leased & book.live).tolist()]
         sized = sorted((book.host_pages(slot), slot) for slot in leased)
         for count, slot in sized:
