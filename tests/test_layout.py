@@ -138,7 +138,11 @@ def test_a_plan_never_exceeds_its_budgets(
     """Goal: every accepted plan fits GPU and host, in whole pages. Method: random budgets, checks from the bytes."""
     try:
         plan = plan_memory(
-            shape, HOT, device_bytes=device_mib << 20, available_host_bytes=host_mib << 20, ratio=ratio,
+            shape,
+            HOT,
+            device_bytes=device_mib << 20,
+            available_host_bytes=host_mib << 20,
+            ratio=ratio,
             max_device_tokens=cap,
         )
     except ConfigError:

@@ -57,9 +57,7 @@ def gpu_numa_node(device_index: int, root: Path = _PCI_DEVICES) -> int | None:
     """NUMA node of a GPU, or None where the kernel or the driver does not tell."""
     try:
         properties = torch.cuda.get_device_properties(device_index)
-        address = (
-            f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
-        )
+        address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
     except (AttributeError, AssertionError, RuntimeError):
         return None
     return _numa_node_of(address, root)

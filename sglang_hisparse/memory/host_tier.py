@@ -32,9 +32,7 @@ class HostTier(MLATokenToKVPoolHost):
     """
 
     @classmethod
-    def create(
-        cls, pool: MLATokenToKVPool, logical_tokens: int, page_size: int, pin: bool = True
-    ) -> HostTier:
+    def create(cls, pool: MLATokenToKVPool, logical_tokens: int, page_size: int, pin: bool = True) -> HostTier:
         """Host rows for logical ids 0..logical_tokens+page_size-1 of every layer of `pool`, zeroed.
 
         Pinned only where the pool lives on a CUDA device. Blocks until the memory is there; raises HostMemoryError.

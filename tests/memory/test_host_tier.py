@@ -46,14 +46,14 @@ class FakeCudart:
         self.calls: list[tuple[str, int, int]] = []
         self.fail_at = fail_at
 
-    def cudaHostRegister(self, pointer: int, num_bytes: int, flags: int) -> int:  # noqa: N802
+    def cudaHostRegister(self, pointer: int, num_bytes: int, flags: int) -> int:
         if len(self.calls) == self.fail_at:
             return 2
         self.calls.append(("register", pointer, num_bytes))
         self.live.append(pointer)
         return 0
 
-    def cudaHostUnregister(self, pointer: int) -> int:  # noqa: N802
+    def cudaHostUnregister(self, pointer: int) -> int:
         self.calls.append(("unregister", pointer, 0))
         self.live.remove(pointer)
         return 0
@@ -153,9 +153,7 @@ def test_touch_reaches_every_page() -> None:
     assert list(np.flatnonzero(view == 0)) == [0, 4096, 8192, 12288, 16384, 20480]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "dim", "row_bytes"), [(torch.bfloat16, 576, 1152), (torch.float8_e4m3fn, 656, 656)]
-)
+@pytest.mark.parametrize(("dtype", "dim", "row_bytes"), [(torch.bfloat16, 576, 1152), (torch.float8_e4m3fn, 656, 656)])
 def test_row_number_is_logical_id(dtype: torch.dtype, dim: int, row_bytes: int) -> None:
     """Goal: row r of layer l lies at base[l] + r * row_bytes. Method: write through views, read raw memory."""
     pool = make_pool(dtype, dim)
@@ -208,7 +206,7 @@ def test_tier_is_pinned_and_destroyed_once(cudart: FakeCudart, monkeypatch: pyte
     assert cudart.live == [] and tier.kv_buffer is None
 
 
-def _allocate_as_cuda(original):  # noqa: ANN001, ANN202
+def _allocate_as_cuda(original):
     def allocate(num_bytes: int, **kwargs: object) -> HostMemory:
         return original(num_bytes, **{**kwargs, "device": "cuda:0"})
 

@@ -21,21 +21,21 @@ LAYERS = 4
 
 
 def make_pool(*, ratio: float = 2.5, pages: int = 4, start_layer: int = 0, **kwargs: object) -> HiSparsePool:
-    arguments = dict(
-        size=pages * PAGE,
-        page_size=PAGE,
-        kv_lora_rank=512,
-        dtype=torch.bfloat16,
-        qk_rope_head_dim=64,
-        layer_num=LAYERS,
-        device="cpu",
-        index_head_dim=128,
-        enable_memory_saver=False,
-        kv_cache_dim=576,
-        start_layer=start_layer,
-        end_layer=start_layer + LAYERS,
-        host_to_device_ratio=ratio,
-    )
+    arguments = {
+        "size": pages * PAGE,
+        "page_size": PAGE,
+        "kv_lora_rank": 512,
+        "dtype": torch.bfloat16,
+        "qk_rope_head_dim": 64,
+        "layer_num": LAYERS,
+        "device": "cpu",
+        "index_head_dim": 128,
+        "enable_memory_saver": False,
+        "kv_cache_dim": 576,
+        "start_layer": start_layer,
+        "end_layer": start_layer + LAYERS,
+        "host_to_device_ratio": ratio,
+    }
     return HiSparsePool(**{**arguments, **kwargs})
 
 
