@@ -1,0 +1,12 @@
+// Launchers of the CUDA kernels; all run on the given stream and return a cudaError_t as int.
+#pragma once
+#include "params.h"
+
+namespace hisparse {
+
+int launch_resolve(const ResolveParams& params, void* stream);
+int launch_copy_pages(const CopyPagesParams& params, void* stream);
+int launch_audit(const AuditParams& params, void* stream);
+int launch_translate(const TranslateParams& params, void* stream);
+
+}  // namespace hisparse

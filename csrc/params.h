@@ -1,0 +1,99 @@
+// One plain struct per launch: the whole contract between the checks (checks.h), the CUDA kernels and the CPU library.
+// Every pointer carries its shape; "rows" are batch rows of this step, "slot" is an entry of a hot buffer.
+#pragma once
+#include <cstdint>
+
+namespace hisparse {
+
+constexpr int kMaxTopK = 2048;        // entries of one row: two per thread of a 1,024-thread block
+constexpr int kMaxBufferSize = 32768;  // slot numbers use 15 bits, the sixteenth marks a miss rank
+constexpr int kMaxLayers = 64;
+
+// Columns of the header, int32 [num_slots, 32] (one 128-byte line per request slot and index group).
+enum HeaderColumn : int {
+  kLeaseGeneration = 0,  // written by HotGroupState.reset: a change makes every tag empty
+  kStateGeneration = 1,  // lease generation that the tags belong to; written by the resolver
+  kClock = 2,            // fetched rows + kClockPerStep per step that looked at the hot buffer, modulo 2^32
+  kResidentEntries = 4,  // top-k entries answered from a resident page
+  kHotEntries = 5,       // entries answered from the hot buffer, repeats of a fetched row included
+  kFetchedRows = 6,      // distinct rows copied from the host
+  kErrorEntries = 7,     // entries that no valid input produces; each was answered with -1
+  kHeaderColumns = 32,
+};
+
+// Replacement ages: stamp = clock / max(1, buffer_size / kAgeUnits) modulo 256, age = now - stamp modulo 256.
+// A row that is not used leaves within buffer_size fetches, which is kAgeUnits units, so 8 bits do not alias in practice.
+constexpr int kAgeUnits = 64;
+constexpr int kClockPerStep = 8;
+
+struct ResolveParams {
+  const int32_t* top_k;          // [rows, k] positions, -1 = hole
+  const int32_t* page_rows;      // [rows, max_pages] logical page numbers of the row's request
+  const void* seq_lens;          // [rows] int32, or int64 if wide_seq_lens
+  const void* req_slots;         // [rows] int32, or int64 if wide_req_slots
+  const int32_t* num_real_rows;  // [1] rows at or beyond it are padding
+  const int32_t* page_table;     // [num_logical_pages + 1] device page, 0 = host only
+  const int32_t* hot_pages;      // [num_slots, num_hot_pages] device pages of the lease; first entry 0 = no lease
+  int32_t* tags;                 // [num_slots, buffer_size] logical id held by a slot, -1 = empty; rows start 16-byte aligned
+  uint8_t* stamps;               // [num_slots, buffer_size] stamp of last use; rows start 16-byte aligned
+  int32_t* header;               // [num_slots, kHeaderColumns]
+  const int64_t* host_bases;     // [layers] address of host row 0 of each layer of the group
+  const int64_t* device_bases;   // [layers] address of device row 0 of each layer of the group
+  int32_t* out;                  // [rows, k] device row or -1; never aliases top_k
+  int64_t top_k_stride;          // in elements, as are the strides below
+  int64_t page_rows_stride;
+  int64_t hot_pages_stride;
+  int64_t tags_stride;
+  int64_t stamps_stride;
+  int64_t out_stride;
+  int64_t host_row_bytes;  // distance between host rows (>= row_bytes, a multiple of 16)
+  int32_t rows, k, max_pages;
+  int32_t num_logical_pages, num_slots, num_hot_pages, buffer_size;
+  int32_t layers, row_bytes;  // row_bytes is a multiple of 16
+  int32_t page_shift;         // page_size == 1 << page_shift
+  int32_t wide_seq_lens, wide_req_slots;
+  int32_t cluster_blocks;  // blocks that share one row's copies: 1, 2, 4 or 8; 0 lets the launcher choose
+  int32_t copy_method;     // CopyMethod
+};
+
+enum CopyMethod : int {
+  kCopyLoads = 0,  // plain 16-byte loads, several in flight per thread
+  kCopyBulk = 1,   // bulk asynchronous copies through shared memory
+  kCopyNone = 2,   // no copy at all: a measurement of everything else, wrong bytes
+};
+
+enum CopyDirection : int { kToHost = 0, kToDevice = 1 };
+
+struct CopyPagesParams {
+  const int64_t* host_bases;    // [layers] address of host page 0
+  const int64_t* device_bases;  // [layers] address of device page 0
+  const int32_t* host_pages;    // [pages]
+  const int32_t* device_pages;  // [pages]
+  int64_t page_bytes;           // multiple of 16, the same on both sides
+  int32_t pages, layers, direction, max_blocks;
+};
+
+struct AuditParams {
+  const int32_t* rows;           // [num_rows, k] answers of the resolver
+  const int32_t* top_k;          // the rest as in ResolveParams
+  const int32_t* page_rows;
+  const void* seq_lens;
+  const int32_t* num_real_rows;
+  const int32_t* page_table;
+  const int64_t* host_bases;
+  const int64_t* device_bases;
+  int64_t* counts;  // [2] entries audited, entries that differ from their home; added to
+  int64_t rows_stride, top_k_stride, page_rows_stride;
+  int32_t num_rows, k, max_pages, num_logical_pages, layers, row_bytes, page_shift, wide_seq_lens;
+};
+
+struct TranslateParams {
+  const void* ids;            // [count] logical ids, int32, or int64 if wide_ids
+  const int32_t* page_table;  // [num_logical_pages + 1]
+  void* out;                  // [count] int32, or int64 if wide_out
+  int64_t count;
+  int32_t num_logical_pages, page_shift, wide_ids, wide_out;
+  int32_t missing;  // what an id without a device row becomes: -1 for readers, row 0 of the pad page for writers
+};
+
+}  // namespace hisparse

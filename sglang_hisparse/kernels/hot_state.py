@@ -1,0 +1,107 @@
+"""State of the resolver: what every hot slot holds and when it was last used, per index group and request slot.
+
+Allocated by HotBuffers (transfer/hot_buffer.py), written by the resolver and by `reset` only. Addresses never change, so
+captured graphs stay valid. The layout of the header is HeaderColumn in csrc/params.h.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+HEADER_COLUMNS = 32
+LEASE_GENERATION = 0
+COUNTER_NAMES = ("entries_resident", "entries_hot", "rows_fetched", "entries_failed")  # header columns 4 to 7
+FIRST_COUNTER = 4
+ROW_ALIGNMENT = 16  # bytes: slots are read as vectors
+
+
+def _padded(buffer_size: int) -> int:
+    return -(-buffer_size // ROW_ALIGNMENT) * ROW_ALIGNMENT
+
+
+@dataclass(frozen=True, slots=True)
+class HotGroup:
+    """Views of one index group: tags int32 [num_slots, B], stamps uint8 [num_slots, B], header int32 [num_slots, 32].
+
+    tags: logical id whose row the slot holds, -1 empty. stamps: turnover stamp of the last use. header: columns 0 to 2
+    generations and clock, 4 to 7 counters (resident entries, hot entries, fetched rows, failed entries; modulo 2**32).
+    """
+
+    tags: torch.Tensor
+    stamps: torch.Tensor
+    header: torch.Tensor
+
+
+class HotGroupState:
+    """State of `num_groups` index groups; `state[g]` is a HotGroup. With one group its views are attributes here too."""
+
+    def __init__(self, tags: torch.Tensor, stamps: torch.Tensor, header: torch.Tensor) -> None:
+        self._groups = [HotGroup(*views) for views in zip(tags, stamps, header, strict=True)]
+        self._headers = header  # [num_groups, num_slots, 32]
+        self._seen = torch.zeros(
+            (header.shape[0], header.shape[1], len(COUNTER_NAMES)), dtype=torch.int32, pin_memory=header.is_cuda
+        )
+        self._before = torch.zeros_like(self._seen)
+        self._copied = torch.cuda.Event() if header.is_cuda else None
+        self._sums = [0] * len(COUNTER_NAMES)
+
+    @classmethod
+    def allocate(cls, num_slots: int, buffer_size: int, device: torch.device | str, num_groups: int = 1) -> HotGroupState:
+        """Empty state of `num_slots` request slots with `buffer_size` rows each, in each of `num_groups` groups."""
+        shape = (num_groups, num_slots, _padded(buffer_size))
+        tags = torch.full(shape, -1, dtype=torch.int32, device=device)[..., :buffer_size]
+        stamps = torch.zeros(shape, dtype=torch.uint8, device=device)[..., :buffer_size]
+        header = torch.zeros((num_groups, num_slots, HEADER_COLUMNS), dtype=torch.int32, device=device)
+        return cls(tags, stamps, header)
+
+    @staticmethod
+    def bytes(num_slots: int, buffer_size: int) -> int:
+        """Device bytes of one group."""
+        return num_slots * (_padded(buffer_size) * (4 + 1) + HEADER_COLUMNS * 4)
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def __getitem__(self, group: int) -> HotGroup:
+        return self._groups[group]
+
+    @property
+    def tags(self) -> torch.Tensor:
+        return self._only().tags
+
+    @property
+    def stamps(self) -> torch.Tensor:
+        return self._only().stamps
+
+    @property
+    def header(self) -> torch.Tensor:
+        return self._only().header
+
+    def reset(self, slots: torch.Tensor) -> None:
+        """Forget all tags of `slots` (int64 [n], same device) in every group; a few bytes, on the current stream, no sync.
+
+        The next resolve of such a slot takes every hot row as empty. Counters go on. Repeated slots are fine.
+        """
+        generation = self._headers[:, :, LEASE_GENERATION]
+        generation[:, slots] = generation[:, slots] + 1
+
+    def counters(self) -> dict[str, int]:
+        """Totals over groups and slots since start, as of an earlier call: starts the next copy and waits for nothing.
+
+        Exact as long as no slot counts 2**31 between two calls that found their copy complete.
+        """
+        if self._copied is None or self._copied.query():
+            grown = (self._seen.long() - self._before.long()) & 0xFFFFFFFF
+            self._sums = [total + int(new) for total, new in zip(self._sums, grown.sum(dim=(0, 1)), strict=True)]
+            self._before.copy_(self._seen)
+            self._seen.copy_(self._headers[..., FIRST_COUNTER : FIRST_COUNTER + len(COUNTER_NAMES)], non_blocking=True)
+            if self._copied is not None:
+                self._copied.record()
+        return dict(zip(COUNTER_NAMES, self._sums, strict=True))
+
+    def _only(self) -> HotGroup:
+        if len(self._groups) != 1:
+            raise TypeError(f"this state has {len(self._groups)} groups: index it")
+        return self._groups[0]
