@@ -128,18 +128,22 @@ def _model_values(parsed: HiSparseConfig, model: Path, page_size: int) -> dict[s
 @app.command()
 def build(
     arch: Annotated[
-        str | None, typer.Option(help="CUDA architectures, such as '9.0a 10.0a'; default: that of the GPU here.")
+        list[str] | None,
+        typer.Option(help="CUDA architecture such as 9.0a; may be repeated. Default: that of the GPU here."),
     ] = None,
     cpu_only: Annotated[bool, typer.Option("--cpu-only", help="Build the CPU library alone.")] = False,
 ) -> None:
     """Compile the kernels ahead of the first start, so that no server waits for the compiler."""
-    from sglang_hisparse.kernels import build as kernels
+    from sglang_hisparse.kernels.build import cache_folder, device_architecture, load_cpu, load_cuda
 
     with console.status("compiling the CPU library"):
-        console.print("CPU library:", kernels.build_cpu(), soft_wrap=True)
-    if not cpu_only:
-        with console.status("compiling the CUDA library"):
-            console.print("CUDA library:", kernels.build_cuda(arch), soft_wrap=True)
+        load_cpu()
+    console.print("CPU library: ready")
+    for architecture in () if cpu_only else arch or (device_architecture(),):
+        with console.status(f"compiling the CUDA library for {architecture}"):
+            load_cuda(architecture)
+        console.print(f"CUDA library for {architecture}: ready", highlight=False)
+    console.print(f"cached in {cache_folder()}", highlight=False, soft_wrap=True)
 
 
 if importlib.util.find_spec("sglang_hisparse.replay.command") is not None:

@@ -1,6 +1,8 @@
 """Goal: the command line accepts, refuses and explains settings. Method: run it in this process and as a program."""
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,10 +23,11 @@ GLM = {
 }
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess:
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
     """The program as the console script starts it."""
     program = "import sys; from sglang_hisparse.cli import main; sys.exit(main())"
-    return subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=60)
+    command = [sys.executable, "-c", program, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, **environment})
 
 
 def test_config_alone_shows_every_setting() -> None:
@@ -91,3 +94,19 @@ def test_version_and_help_need_neither_torch_nor_sglang() -> None:
         result = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=60)
         assert result.returncode == 0, result.stderr
         assert expected in result.stdout
+
+
+@pytest.mark.skipif(shutil.which(os.environ.get("CXX", "c++")) is None, reason="no C++ compiler")
+def test_build_fills_the_cache_ahead_of_time(tmp_path: Path) -> None:
+    """Goal: no server needs to wait for the compiler. Method: build for the CPU into an empty cache and look into it."""
+    result = run("build", "--cpu-only", SGLANG_HISPARSE_CACHE_DIR=str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    assert "CPU library: ready" in result.stdout
+    assert list(tmp_path.rglob("*.so"))
+
+
+def test_build_without_a_compiler_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    """Goal: a missing compiler is told in one line. Method: name one that does not exist, with an empty cache."""
+    result = run("build", "--cpu-only", SGLANG_HISPARSE_CACHE_DIR=str(tmp_path), CXX="no-such-compiler")
+    assert (result.returncode, result.stdout.strip()) == (2, "")
+    assert result.stderr.startswith("error: KernelBuildError: C++ compiler 'no-such-compiler' not found")

@@ -89,10 +89,10 @@ def test_every_package_and_every_kernel_source_is_shipped() -> None:
     setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
     folders = {path.parent.relative_to(ROOT) for path in (ROOT / "sglang_hisparse").rglob("*.py")}
     packages = {".".join(folder.parts) for folder in folders}
-    assert packages | {"sglang_hisparse._csrc"} == set(setuptools["packages"])
-    patterns = setuptools["package-data"]["sglang_hisparse._csrc"]
+    assert packages | {"sglang_hisparse.csrc"} == set(setuptools["packages"])
+    patterns = setuptools["package-data"]["sglang_hisparse.csrc"]
     kernels = [
-        path for path in (ROOT / setuptools["package-dir"]["sglang_hisparse._csrc"]).rglob("*") if path.is_file()
+        path for path in (ROOT / setuptools["package-dir"]["sglang_hisparse.csrc"]).rglob("*") if path.is_file()
     ]
     left_out = [name(path) for path in kernels if not any(path.relative_to(ROOT / "csrc").match(p) for p in patterns)]
     assert kernels and left_out == []
