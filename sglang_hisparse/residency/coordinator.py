@@ -34,6 +34,9 @@ from sglang_hisparse.residency.types import (
     StepPlan,
 )
 
+# As plain numbers: an enum's attribute costs more than the comparison, and these run per page and step.
+_FREE, _OPEN, _DIRTY, _MIRRORING, _CLEAN, _HOST = (int(state) for state in PageState)
+
 MirrorSink = Callable[[list[PageTransfer]], Iterable[int]]
 
 
@@ -110,7 +113,7 @@ class ResidencyCoordinator:
         for page, device_page in zip(pages, device_pages, strict=True):
             self.device_pages.transfer(device_page, page)
             self._set_device_page(page, device_page)
-            self.book.state[page] = PageState.OPEN
+            self.book.state[page] = _OPEN
             self.book.last_use[page] = self.step
         self.book.map_pages(slot, pages)
         if not self.book.prefilling[slot]:
@@ -132,8 +135,8 @@ class ResidencyCoordinator:
         for index in np.flatnonzero((full_pages > book.sealed[slot_array]) | ended).tolist():
             slot, full = int(slot_array[index]), int(full_pages[index])
             for page in book.slot_pages[slot, book.sealed[slot] : full].tolist():
-                if book.state[page] == PageState.OPEN:
-                    book.state[page] = PageState.DIRTY
+                if book.state[page] == _OPEN:
+                    book.state[page] = _DIRTY
                     self._dirty[page] = None
             book.sealed[slot] = max(int(book.sealed[slot]), full)
             if ended[index]:
@@ -155,7 +158,7 @@ class ResidencyCoordinator:
             if self.book.slot_pages[slot, position] == page:
                 continue
             old = self.book.replace_page(slot, position, page)
-            if self.book.state[page] == PageState.HOST and PageState.DIRTY <= self.book.state[old] <= PageState.CLEAN:
+            if self.book.state[page] == _HOST and _DIRTY <= self.book.state[old] <= _CLEAN:
                 self._rehome(old, page)
             old_pages.append(old)
         if old_pages and self.book.leased[slot]:
@@ -179,11 +182,11 @@ class ResidencyCoordinator:
         reads is queued for the next plan, which runs behind that forward."""
         for page in pages:
             state = self.book.state[page]
-            if state == PageState.FREE:
+            if state == _FREE:
                 raise InvariantError(f"logical page {page} is freed twice")
-            if state != PageState.HOST:
+            if state != _HOST:
                 self.device_pages.release((int(self.book.device_page[page]),), Owner.RESIDENT, page)
-            self.book.state[page] = PageState.FREE
+            self.book.state[page] = _FREE
             self._set_device_page(page, 0)
             self.book.forget_transfer(page)
             self._dirty.pop(page, None)
@@ -207,8 +210,8 @@ class ResidencyCoordinator:
             self._promotions[page] = device_page
         # The tree page's host copy is complete or ordered before any reader, so it is CLEAN; the old id lives on the host
         # until `free` ends it, and nobody reads it.
-        self.book.state[page] = PageState.CLEAN if not self.book.transfer[page] else PageState.MIRRORING
-        self.book.state[old] = PageState.HOST
+        self.book.state[page] = _CLEAN if not self.book.transfer[page] else _MIRRORING
+        self.book.state[old] = _HOST
         self._set_device_page(old, 0)
         self.book.forget_transfer(old)
         self._dirty.pop(old, None)
@@ -223,11 +226,11 @@ class ResidencyCoordinator:
         """Plan host copies of DIRTY pages and put them on the copy stream. Others are passed over."""
         transfers = []
         for page in pages:
-            if self.book.state[page] != PageState.DIRTY:
+            if self.book.state[page] != _DIRTY:
                 continue
             transfer_id = self._next_transfer_id
             self._next_transfer_id += 1
-            self.book.state[page] = PageState.MIRRORING
+            self.book.state[page] = _MIRRORING
             self.book.transfer[page] = transfer_id
             self._dirty.pop(page, None)
             self._transfers[transfer_id] = page
@@ -281,8 +284,8 @@ class ResidencyCoordinator:
     def _publish(self, page: int) -> None:
         """The host copy of `page` is complete."""
         self.book.forget_transfer(page)
-        if self.book.state[page] == PageState.MIRRORING:
-            self.book.state[page] = PageState.CLEAN
+        if self.book.state[page] == _MIRRORING:
+            self.book.state[page] = _CLEAN
 
     def on_failed(self, transfer_ids: Iterable[int]) -> None:
         """These copies never reached the copy stream: their pages are DIRTY again and will be planned anew."""
@@ -294,10 +297,10 @@ class ResidencyCoordinator:
             self._land(page)
             if self.book.transfer[page] != transfer_id:
                 continue
-            if self.book.state[page] != PageState.MIRRORING or self.book.enqueued[page]:
+            if self.book.state[page] != _MIRRORING or self.book.enqueued[page]:
                 raise InvariantError(f"I1: transfer {transfer_id} of page {page} failed after it was enqueued")
             self.book.forget_transfer(page)
-            self.book.state[page] = PageState.DIRTY
+            self.book.state[page] = _DIRTY
             self._dirty[page] = None
 
     def _land(self, page: int) -> None:
@@ -313,14 +316,14 @@ class ResidencyCoordinator:
         """Give up the device pages of `pages`, whose host copies are complete or on the copy stream (I1, R19)."""
         book = self.book
         for page in pages:
-            if not (book.state[page] == PageState.CLEAN or (book.state[page] == PageState.MIRRORING and book.enqueued[page])):
+            if not (book.state[page] == _CLEAN or (book.state[page] == _MIRRORING and book.enqueued[page])):
                 raise InvariantError(f"I1: page {page} is {PageState(book.state[page]).name}, its host copy is not on its way")
             if book.holds[page] or book.unleased[page]:
                 raise InvariantError(f"R19: page {page} has {book.holds[page]} holds, {book.unleased[page]} users without a lease")
             self.device_pages.release((int(book.device_page[page]),), Owner.RESIDENT, page)
             self._wait_transfer_id = max(self._wait_transfer_id, int(book.transfer[page]))
             self._set_device_page(page, 0)
-            book.state[page] = PageState.HOST
+            book.state[page] = _HOST
             self.counters.pages_spilled += 1
 
     def promote(self, pages: Sequence[int]) -> bool:
@@ -329,13 +332,13 @@ class ResidencyCoordinator:
         if device_pages is None:
             return False
         for page, device_page in zip(pages, device_pages, strict=True):
-            if self.book.state[page] != PageState.HOST:
+            if self.book.state[page] != _HOST:
                 raise InvariantError(f"page {page} is {PageState(self.book.state[page]).name}, only a host-only page is promoted")
             self.device_pages.transfer(device_page, page)
             self._set_device_page(page, device_page)
             self._promotions[page] = device_page
             # A copy of it that is still in flight was enqueued (I1): MIRRORING tells that, CLEAN that there is none.
-            self.book.state[page] = PageState.MIRRORING if self.book.transfer[page] else PageState.CLEAN
+            self.book.state[page] = _MIRRORING if self.book.transfer[page] else _CLEAN
             self.counters.pages_promoted += 1
         return True
 
@@ -379,7 +382,7 @@ class ResidencyCoordinator:
     def residency(self, slot: int) -> Residency:
         """FULL: no page is host-only; NONE: no page beyond the held tail is resident; MIXED: between."""
         row = self.book.pages(slot)
-        on_host = self.book.state[row] == PageState.HOST
+        on_host = self.book.state[row] == _HOST
         if not on_host.any():
             return Residency.FULL
         return Residency.NONE if on_host[: self.book.held_from[slot]].all() else Residency.MIXED

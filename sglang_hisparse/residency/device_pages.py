@@ -22,6 +22,9 @@ class Owner(IntEnum):
     HOT = 2  #: a hot lease; `owner_id` is the request slot
 
 
+_FREE, _RESIDENT = int(Owner.FREE), int(Owner.RESIDENT)  # plain numbers: compared once for every page that moves
+
+
 class DevicePages:
     """Pages 1..num_pages. `lease` and `release` are the only ways in and out; both are O(pages moved)."""
 
@@ -59,7 +62,7 @@ class DevicePages:
 
     def transfer(self, page: int, owner_id: int) -> None:
         """A resident page changes its logical page (re-homing); it never passes through the free list."""
-        if self.owner[page] != Owner.RESIDENT:
+        if self.owner[page] != _RESIDENT:
             raise InvariantError(f"I2: device page {page} is {Owner(self.owner[page]).name}, only a resident page moves")
         self.owner_id[page] = owner_id
 
@@ -72,5 +75,5 @@ class DevicePages:
                     f"I2: device page {page} belongs to {Owner(held).name} {self.owner_id[page]}, "
                     f"{owner.name} {owner_id} gave it back"
                 )
-            self.owner[page] = Owner.FREE
+            self.owner[page] = _FREE
             self._free.append(page)

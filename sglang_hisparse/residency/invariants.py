@@ -18,6 +18,8 @@ from sglang_hisparse.residency.device_pages import Owner
 from sglang_hisparse.residency.page_book import PageBook
 from sglang_hisparse.residency.types import NO_TRANSFER, PAD_PAGE, PageState
 
+_FREE, _OPEN, _DIRTY, _MIRRORING, _CLEAN, _HOST = (int(state) for state in PageState)
+
 
 def check(coordinator: ResidencyCoordinator) -> None:
     """Raise InvariantError, naming the invariant and a page or slot, if the coordinator's tables contradict each other."""
@@ -72,15 +74,15 @@ def _check_logical_pages(coordinator: ResidencyCoordinator) -> None:
     """States agree with device pages and free list; what is free has no trace of its last owner."""
     book = coordinator.book
     state = book.state
-    resident = (state >= PageState.OPEN) & (state <= PageState.CLEAN)
+    resident = (state >= _OPEN) & (state <= _CLEAN)
     _require(resident != (book.device_page != 0), "I1: state and device page of a logical page disagree")
     times_free = np.bincount(np.asarray(book._free, dtype=np.int64), minlength=state.size)
     _require(times_free > 1, "I2: a logical page is twice in the free list")
-    _require((times_free == 1) & (state != PageState.FREE), "I2: a logical page in the free list is in use")
-    if state[PAD_PAGE] != PageState.FREE or times_free[PAD_PAGE]:
+    _require((times_free == 1) & (state != _FREE), "I2: a logical page in the free list is in use")
+    if state[PAD_PAGE] != _FREE or times_free[PAD_PAGE]:
         raise InvariantError("I2: the pad page is in use")
     traces = (book.users != 0) | (book.unleased != 0) | (book.holds != 0) | (book.transfer != NO_TRANSFER) | book.enqueued
-    _require((state == PageState.FREE) & traces, "I5: a free logical page keeps traces of its last owner")
+    _require((state == _FREE) & traces, "I5: a free logical page keeps traces of its last owner")
 
 
 def _mapped(book: PageBook) -> np.ndarray:
@@ -115,10 +117,10 @@ def _check_counts(coordinator: ResidencyCoordinator) -> None:
     held = positions >= book.held_from[slots]
     _require(book.holds != np.bincount(pages[held], minlength=num_pages), "R19: the holds of a logical page are miscounted")
     state = book.state[pages]
-    _require(_mark(num_pages, pages[state == PageState.FREE]), "I5: a request uses a logical page that is free")
-    on_host = (state == PageState.HOST) & unleased & ~book.prefilling[slots]
+    _require(_mark(num_pages, pages[state == _FREE]), "I5: a request uses a logical page that is free")
+    on_host = (state == _HOST) & unleased & ~book.prefilling[slots]
     _require(_mark(num_pages, pages[on_host]), "R19: a host-only page has a user without a hot lease")
-    unsealed = (state == PageState.OPEN) & (positions < book.sealed[slots])
+    unsealed = (state == _OPEN) & (positions < book.sealed[slots])
     _require(_mark(num_pages, pages[unsealed]), "I1: a page below the sealed border of its user is still open")
 
 
@@ -132,9 +134,9 @@ def _check_transfers(coordinator: ResidencyCoordinator) -> None:
     """I1 and I5: a host-only page has had its copy enqueued; transfers, states and the list of DIRTY pages agree."""
     book = coordinator.book
     state, moving = book.state, book.transfer != NO_TRANSFER
-    _require((state == PageState.HOST) & moving & ~book.enqueued, "I1: a page is host-only before its copy was enqueued")
-    _require((state == PageState.MIRRORING) & ~moving, "I1: a page waits for a copy that does not exist")
-    settled = (state == PageState.OPEN) | (state == PageState.DIRTY) | (state == PageState.CLEAN)
+    _require((state == _HOST) & moving & ~book.enqueued, "I1: a page is host-only before its copy was enqueued")
+    _require((state == _MIRRORING) & ~moving, "I1: a page waits for a copy that does not exist")
+    settled = (state == _OPEN) | (state == _DIRTY) | (state == _CLEAN)
     _require(settled & (moving | book.enqueued), "I5: a page that is not being copied has a transfer")
     known, in_flight = coordinator._transfers, np.zeros(state.size, dtype=np.int64)
     if known:
@@ -147,5 +149,5 @@ def _check_transfers(coordinator: ResidencyCoordinator) -> None:
         transfer_id = int(book.transfer[page])
         if known.get(transfer_id, coordinator._completed_early.get(transfer_id)) != page:
             raise InvariantError(f"I5: page {page} waits for transfer {transfer_id}, which is another page's or has ended")
-    if not np.array_equal(np.sort(np.fromiter(coordinator._dirty, dtype=np.int64)), np.flatnonzero(state == PageState.DIRTY)):
+    if not np.array_equal(np.sort(np.fromiter(coordinator._dirty, dtype=np.int64)), np.flatnonzero(state == _DIRTY)):
         raise InvariantError("I1: the backlog of pages without a host copy and their states disagree")

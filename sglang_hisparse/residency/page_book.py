@@ -20,6 +20,10 @@ from sglang_hisparse.errors import InvariantError
 from sglang_hisparse.residency.types import NO_TRANSFER, PAD_PAGE, PageState, ResidencyLimits
 
 
+# As plain numbers: an enum's attribute costs more than the comparison, and these run per page and step.
+_DIRTY, _MIRRORING, _CLEAN, _HOST = (int(state) for state in list(PageState)[PageState.DIRTY :])
+
+
 class PageBook:
     """Arrays indexed by logical page, and tables indexed by request slot."""
 
@@ -169,19 +173,19 @@ class PageBook:
 
     def releasable(self) -> np.ndarray:
         """Bool per page: its host copy is complete or on the copy stream, so its device page may be given up (I1)."""
-        return (self.state == PageState.CLEAN) | ((self.state == PageState.MIRRORING) & self.enqueued)
+        return (self.state == _CLEAN) | ((self.state == _MIRRORING) & self.enqueued)
 
     def sealed_resident(self) -> np.ndarray:
         """Bool per page: resident and never written again."""
-        return (self.state >= PageState.DIRTY) & (self.state <= PageState.CLEAN)
+        return (self.state >= _DIRTY) & (self.state <= _CLEAN)
 
     def host_pages(self, slot: int) -> int:
         """Number of the slot's pages that have no device page."""
         row = self.pages(slot)
-        return int(np.count_nonzero(self.state[row] == PageState.HOST))
+        return int(np.count_nonzero(self.state[row] == _HOST))
 
     def is_host_only(self, page: int) -> bool:
-        return self.state[page] == PageState.HOST
+        return self.state[page] == _HOST
 
     def committed_pages(self) -> int:
         """Device pages that the live requests need when everything that can be spilled is spilled.

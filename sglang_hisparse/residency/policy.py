@@ -17,6 +17,10 @@ from sglang_hisparse.residency.coordinator import ResidencyCoordinator
 from sglang_hisparse.residency.types import Mirroring, PageState, ResidencyMode
 
 
+# As plain numbers: an enum's attribute costs more than the comparison, and these run per page and step.
+_DIRTY, _HOST = int(PageState.DIRTY), int(PageState.HOST)
+
+
 class SpillPolicy:
     """Decides for one coordinator."""
 
@@ -46,7 +50,7 @@ class SpillPolicy:
     def _releasable_of(self, pages: np.ndarray) -> np.ndarray:
         """Mirror those of `pages` that are DIRTY and return the ones whose host copy is now on its way."""
         book = self.coordinator.book
-        dirty = pages[book.state[pages] == PageState.DIRTY]
+        dirty = pages[book.state[pages] == _DIRTY]
         if dirty.size:
             self.coordinator.mirror(dirty.tolist())
         return pages[book.releasable()[pages]]
@@ -56,7 +60,7 @@ class SpillPolicy:
         book = self.coordinator.book
         pages = np.flatnonzero(book.sealed_resident() & (book.holds == 0) & (book.unleased == 0))
         # Pages with a host copy on its way go before DIRTY ones: they cost no transfer now.
-        order = np.lexsort((pages, book.last_use[pages], book.users[pages] > 0, book.state[pages] == PageState.DIRTY))
+        order = np.lexsort((pages, book.last_use[pages], book.users[pages] > 0, book.state[pages] == _DIRTY))
         victims = pages[order]
         while victims.size and (short := self._short(num_pages)) > 0:
             batch, victims = victims[:short], victims[short:]
@@ -169,7 +173,7 @@ class SpillPolicy:
             if count > room:
                 return
             row = book.pages(slot)
-            on_host = row[book.state[row] == PageState.HOST][::-1]
+            on_host = row[book.state[row] == _HOST][::-1]
             batch = on_host[: coordinator.policy.promote_pages_per_step].tolist()
             if batch and not coordinator.promote(batch):
                 return
