@@ -1,0 +1,1 @@
+"""Tests of the residency protocol, transaction by transaction."""

@@ -1,0 +1,216 @@
+"""The GPU of the simulator: two streams, two memories, one page table, hot buffers; every read is checked.
+
+Stands where the transfer worker, the resolver and attention stand. A row holds the token that was written there, so a
+forward knows at once when it reads a row of another position, request or age. The model shares no code with the
+coordinator and looks at nothing but the plans and copies that it is given.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_hisparse.errors import InvariantError
+from sglang_hisparse.residency import ResidencyLimits, StepPlan
+from sglang_hisparse.residency.types import PageTransfer
+
+NOTHING = -1  # content of a row that was never written
+
+
+class Violation(InvariantError):
+    """The simulator saw an invariant broken; `invariant` is its number (I1..I7, R7, R19) or "liveness"."""
+
+    def __init__(self, invariant: str, message: str) -> None:
+        super().__init__(f"{invariant}: {message}")
+        self.invariant = invariant
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardItem:
+    """One request of a forward: writes rows of positions [start, end), reads those of `reads`.
+
+    `pages` is the step's own snapshot of the request's logical pages (R3).
+    """
+
+    slot: int
+    tokens: Sequence[int]
+    pages: tuple[int, ...]
+    start: int
+    end: int
+    reads: tuple[int, ...]
+    is_prefill: bool
+
+
+class GpuModel:
+    """`apply`, `launch` and `enqueue` put operations on streams; `run` executes some of them."""
+
+    def __init__(self, limits: ResidencyLimits) -> None:
+        self.limits = limits
+        self.page_size = limits.page_size
+        self.device = [NOTHING] * ((limits.num_device_pages + 1) * limits.page_size)
+        self.host = [NOTHING] * ((limits.num_logical_pages + 1) * limits.page_size)
+        self.table = [0] * (limits.num_logical_pages + 1)
+        self.leases: dict[int, tuple[int, ...]] = {}
+        self.tags: dict[int, OrderedDict[int, int]] = {}  # request slot -> logical id -> hot slot, oldest use first
+        self.forward_stream: deque[tuple[Any, ...]] = deque()
+        self.copy_stream: deque[tuple[int, PageTransfer]] = deque()
+        self.launched = 0
+        self.executed = 0
+        self.copied = 0  # id of the last copy that has run; ids on the stream ascend
+        self.completed: list[int] = []
+        self.num_reads = {"resident": 0, "hot": 0, "host": 0}
+
+    # -- what the CPU puts on the streams ---------------------------------------------------------------------------
+
+    def apply(self, plan: StepPlan) -> None:
+        stream = self.forward_stream
+        if plan.wait_transfer_id:
+            stream.append((self._wait, plan.wait_transfer_id))
+        if plan.promotions:
+            stream.append((self._promote, plan.promotions))
+        if plan.table:
+            stream.append((self._write_table, plan.table))
+        if plan.leases:
+            stream.append((self._write_leases, plan.leases))
+
+    def launch(self, items: Sequence[ForwardItem]) -> None:
+        self.launched += 1
+        self.forward_stream.append((self._write_rows, items))
+        self.forward_stream.append((self._read_rows, items))
+
+    def enqueue(self, transfer: PageTransfer) -> None:
+        """A host copy, behind the last launched forward."""
+        self.copy_stream.append((self.launched, transfer))
+
+    def forget_all(self) -> None:
+        """Flush: the caller has drained both streams."""
+        self.forward_stream.append((self._forget,))
+
+    # -- execution --------------------------------------------------------------------------------------------------
+
+    def run(self, rng: random.Random, num_ops: int, copy_share: float) -> None:
+        for _ in range(num_ops):
+            if rng.random() < copy_share:
+                self._step_copy()
+            else:
+                self._step_forward()
+
+    def run_until(self, forward: int) -> None:
+        """Until that forward has run, with as few copies as it needs."""
+        while self.executed < forward:
+            if not self._step_forward() and not self._step_copy():
+                raise Violation("liveness", f"forward {self.executed + 1} waits for copy {self.forward_stream[0][1]}, which never runs")
+
+    def drain(self) -> None:
+        while self._step_copy() or self._step_forward():
+            pass
+        if self.forward_stream or self.copy_stream:
+            raise Violation("liveness", "the two streams wait for each other")
+
+    def _step_forward(self) -> bool:
+        if not self.forward_stream:
+            return False
+        operation = self.forward_stream[0]
+        if operation[0](*operation[1:]) is False:
+            return False
+        self.forward_stream.popleft()
+        return True
+
+    def _step_copy(self) -> bool:
+        if not self.copy_stream or self.copy_stream[0][0] > self.executed:
+            return False
+        _, transfer = self.copy_stream.popleft()
+        size = self.page_size
+        source, target = transfer.device_page * size, transfer.logical_page * size
+        self.host[target : target + size] = self.device[source : source + size]
+        self.copied = transfer.transfer_id
+        self.completed.append(transfer.transfer_id)
+        return True
+
+    # -- operations of the forward stream ---------------------------------------------------------------------------
+
+    def _wait(self, transfer_id: int) -> bool:
+        return self.copied >= transfer_id
+
+    def _promote(self, promotions: Sequence[Any]) -> None:
+        size = self.page_size
+        for promotion in promotions:
+            source, target = promotion.logical_page * size, promotion.device_page * size
+            self.device[target : target + size] = self.host[source : source + size]
+
+    def _write_table(self, table: Sequence[tuple[int, int]]) -> None:
+        for page, device_page in table:
+            self.table[page] = device_page
+
+    def _write_leases(self, leases: Sequence[Any]) -> None:
+        for lease in leases:
+            self.tags.pop(lease.slot, None)
+            if lease.device_pages:
+                self.leases[lease.slot] = lease.device_pages
+            else:
+                self.leases.pop(lease.slot, None)
+
+    def _forget(self) -> None:
+        self.table = [0] * len(self.table)
+        self.leases.clear()
+        self.tags.clear()
+
+    def _write_rows(self, items: Sequence[ForwardItem]) -> None:
+        self._check_owners()
+        size = self.page_size
+        for item in items:
+            for position in range(item.start, item.end):
+                page = item.pages[position // size]
+                device_page = self.table[page]
+                if not device_page:
+                    raise Violation("I2", f"slot {item.slot} writes position {position} of page {page}, which has no device page")
+                self.device[device_page * size + position % size] = item.tokens[position]
+
+    def _check_owners(self) -> None:
+        """The page table and the leases, as the forward finds them, share no device page."""
+        owned = [page for page in self.table if page]
+        for lease in self.leases.values():
+            owned.extend(lease)
+        if len(set(owned)) != len(owned):
+            raise Violation("I2", f"a device page has two owners: table {self.table}, leases {self.leases}")
+
+    def _read_rows(self, items: Sequence[ForwardItem]) -> None:
+        size = self.page_size
+        for item in items:
+            for position in item.reads:
+                page = item.pages[position // size]
+                device_page = self.table[page]
+                if device_page:
+                    kind, value = "resident", self.device[device_page * size + position % size]
+                elif item.is_prefill:
+                    raise Violation("R19", f"slot {item.slot} is being prefilled and its page {page} is host-only")
+                else:
+                    kind, value = self._resolve(item.slot, page * size + position % size)
+                self.num_reads[kind] += 1
+                if value != item.tokens[position]:
+                    invariant = {"resident": "I6", "hot": "I4", "host": "I1"}[kind]
+                    raise Violation(
+                        invariant,
+                        f"slot {item.slot} reads token {value} in a {kind} row of page {page}, not {item.tokens[position]} (position {position})",
+                    )
+        self.executed += 1
+
+    def _resolve(self, slot: int, logical_id: int) -> tuple[str, int]:
+        """The row of a host-only page: from the hot buffer, else fetched into it."""
+        lease = self.leases.get(slot)
+        if lease is None:
+            raise Violation("R19", f"slot {slot} reads a host-only row and holds no hot lease")
+        size, tags = self.page_size, self.tags.setdefault(slot, OrderedDict())
+        if hit := logical_id in tags:
+            tags.move_to_end(logical_id)
+        else:
+            free = len(tags)
+            tags[logical_id] = free if free < len(lease) * size else tags.popitem(last=False)[1]
+        hot = tags[logical_id]
+        row = lease[hot // size] * size + hot % size
+        if not hit:
+            self.device[row] = self.host[logical_id]
+        return ("hot" if hit else "host"), self.device[row]

@@ -1,0 +1,198 @@
+"""The ranks of the simulator: one coordinator, policy and GPU each, fed the same calls and compared.
+
+Owns the two acknowledgement links. Enqueued acknowledgements are the same on all ranks (they are a decision's input);
+completions are delayed, reordered, repeated and lost on each rank by itself, and may change no decision (I5, R30).
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from sglang_hisparse.residency import DevicePages, ResidencyCoordinator, SpillPolicy
+from sglang_hisparse.residency.types import PageTransfer
+from sim.gpu_model import GpuModel, Violation
+from sim.options import Options
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The classes under test; a planted bug replaces one of them by a subclass."""
+
+    device_pages: type[DevicePages] = DevicePages
+    coordinator: type[ResidencyCoordinator] = ResidencyCoordinator
+    policy: type[SpillPolicy] = SpillPolicy
+    gpu: type[GpuModel] = GpuModel
+
+
+@dataclass(slots=True)
+class Rank:
+    """One rank; `unsent` and `late` are equal on all ranks, `completions` is its own."""
+
+    gpu: GpuModel
+    coordinator: Any = None
+    policy: Any = None
+    unsent: deque[PageTransfer] = field(default_factory=deque)
+    late: list[int] = field(default_factory=list)
+    completions: list[tuple[int, int]] = field(default_factory=list)  # (due step, transfer id)
+    completed: set[int] = field(default_factory=set)
+    ended: set[int] = field(default_factory=set)  # failed
+
+
+class Ranks:
+    """Calls every rank and demands equal answers."""
+
+    def __init__(self, options: Options, parts: Parts, rng: random.Random, seed: int) -> None:
+        self.options, self.rng, self.seed = options, rng, seed
+        self.calm = False  # no more trouble: acknowledge at once
+        self.generation = [0] * (options.limits.num_logical_pages + 1)
+        self.transfer_of: dict[int, tuple[int, int]] = {}  # id -> (page, its generation)
+        self.stale = 0
+        self.members = [self._make_rank(parts) for _ in range(options.num_ranks)]
+        self.first = self.members[0]
+
+    def _make_rank(self, parts: Parts) -> Rank:
+        rank = Rank(parts.gpu(self.options.limits))
+        pages = parts.device_pages(self.options.limits.num_device_pages)
+
+        def sink(transfers: list[PageTransfer]) -> list[int]:
+            return self._send(rank, transfers)
+
+        rank.coordinator = parts.coordinator(self.options.limits, self.options.policy, pages, sink)
+        rank.policy = parts.policy(rank.coordinator)
+        return rank
+
+    def each(self, call: Callable[[Rank], Any]) -> Any:
+        """The answer of all ranks."""
+        answer = call(self.first)
+        for rank in self.members[1:]:
+            if (other := call(rank)) != answer:
+                raise Violation("R30", f"ranks decide differently: {answer} and {other}")
+        return answer
+
+    # -- enqueued ---------------------------------------------------------------------------------------------------
+
+    def _chance(self, transfer_id: int, salt: int) -> float:
+        """A number in [0, 1) that depends on the seed and the transfer alone, hence is equal on all ranks."""
+        value = (transfer_id * 0x9E3779B1 + salt * 0x85EBCA77 + self.seed * 0xC2B2AE3D) & 0xFFFFFFFF
+        value ^= value >> 15
+        value = value * 0x2C1B3C6D & 0xFFFFFFFF
+        return ((value ^ (value >> 12)) & 0xFFFFFF) / 0x1000000
+
+    def _send(self, rank: Rank, transfers: list[PageTransfer]) -> list[int]:
+        """The mirror sink. Copies reach the stream in the order of their ids, whatever is delayed."""
+        options, acknowledged = self.options, []
+        for transfer in transfers:
+            transfer_id, page = transfer.transfer_id, transfer.logical_page
+            self.transfer_of[transfer_id] = (page, self.generation[page])
+            if not self.calm and (rank.unsent or self._chance(transfer_id, 1) < options.p_unsent):
+                rank.unsent.append(transfer)
+                continue
+            rank.gpu.enqueue(transfer)
+            if not self.calm and self._chance(transfer_id, 2) < options.p_late:
+                rank.late.append(transfer_id)
+            else:
+                acknowledged.append(transfer_id)
+        return acknowledged
+
+    def deliver_enqueued(self) -> None:
+        """At a step boundary, on all ranks alike: send, fail or acknowledge some of what was held back."""
+        rng, first = self.rng, self.first
+        if first.unsent:
+            count = len(first.unsent) if self.calm else rng.randint(0, len(first.unsent))
+            for rank in self.members:
+                sent, failed = [], []
+                for _ in range(count):
+                    transfer = rank.unsent.popleft()
+                    if not self.calm and self._chance(transfer.transfer_id, 3) < self.options.p_fail:
+                        failed.append(transfer.transfer_id)
+                    else:
+                        rank.gpu.enqueue(transfer)
+                        sent.append(transfer.transfer_id)
+                self._deliver(rank, "on_failed", failed)
+                self._deliver(rank, "on_enqueued", sent)
+        if first.late and (self.calm or rng.random() < 0.5):
+            ids = first.late if self.calm else rng.sample(first.late, rng.randint(1, len(first.late)))
+            ids = list(ids)
+            for rank in self.members:
+                self._deliver(rank, "on_enqueued", ids)
+                rank.late = [transfer_id for transfer_id in rank.late if transfer_id not in ids]
+
+    # -- completed --------------------------------------------------------------------------------------------------
+
+    def deliver_completed(self, now: int) -> None:
+        rng, options = self.rng, self.options
+        for rank in self.members:
+            for transfer_id in rank.gpu.completed:
+                due = now + rng.randint(0, options.delay_steps)
+                if rng.random() < options.p_lost:
+                    due = 1 << 30
+                rank.completions.append((due, transfer_id))
+                if rng.random() < options.p_duplicate:
+                    rank.completions.append((due + rng.randint(0, 3), transfer_id))
+            rank.gpu.completed.clear()
+            due_ids = [transfer_id for due, transfer_id in rank.completions if due <= now or self.calm]
+            if due_ids:
+                rank.completions = [] if self.calm else [item for item in rank.completions if item[0] > now]
+                rng.shuffle(due_ids)
+                self._deliver(rank, "on_completed", due_ids)
+
+    def _deliver(self, rank: Rank, method: str, transfer_ids: list[int]) -> None:
+        """Hand over acknowledgements one by one; a stale one may change nothing (I5)."""
+        call = getattr(rank.coordinator, method)
+        for transfer_id in transfer_ids:
+            page, generation = self.transfer_of[transfer_id]
+            # A copy may complete before its enqueued acknowledgement arrives: that one is late, not stale.
+            ended = transfer_id in rank.ended or (method == "on_completed" and transfer_id in rank.completed)
+            stale = ended or self.generation[page] != generation
+            before = self._facts(rank, page) if stale else None
+            call((transfer_id,))
+            if stale:
+                self.stale += 1
+                if self._facts(rank, page) != before:
+                    raise Violation("I5", f"stale {method} of transfer {transfer_id} changed page {page}: {before}")
+            if method == "on_completed":
+                rank.completed.add(transfer_id)
+            elif method == "on_failed":
+                rank.ended.add(transfer_id)
+
+    @staticmethod
+    def _facts(rank: Rank, page: int) -> tuple[int, ...]:
+        book = rank.coordinator.book
+        return (
+            int(book.state[page]), int(book.device_page[page]), int(book.transfer[page]), int(book.enqueued[page]),
+            rank.coordinator.device_pages.num_free, book.num_free, rank.coordinator.num_dirty,
+        )  # fmt: skip
+
+    # -- pages ------------------------------------------------------------------------------------------------------
+
+    def free(self, pages: list[int]) -> None:
+        for page in pages:
+            self.generation[page] += 1
+        self.each(lambda rank: rank.coordinator.free(pages))
+
+    def allocate(self, count: int) -> list[int]:
+        pages = self.each(lambda rank: rank.coordinator.book.allocate(count))
+        if pages is None:
+            raise Violation("I7", f"{count} logical pages were free and cannot be had")
+        for rank in self.members:
+            writes = {transfer.logical_page for _, transfer in rank.gpu.copy_stream}
+            writes.update(transfer.logical_page for transfer in rank.unsent)
+            for page in pages:
+                if page in writes and rank.coordinator.is_landing_target(page):
+                    raise Violation("R7", f"page {page} is a landing target while an old host copy may still write it")
+        return pages
+
+    def clear(self) -> None:
+        """Flush: drain the GPU, cancel what was not sent, forget everything; late acknowledgements come afterwards."""
+        for rank in self.members:
+            rank.gpu.drain()
+            cancelled = [transfer.transfer_id for transfer in rank.unsent]
+            rank.unsent.clear()
+            rank.coordinator.clear()
+            rank.gpu.forget_all()
+            rank.completions += [(0, transfer_id) for transfer_id in cancelled]
+        self.generation = [generation + 1 for generation in self.generation]
