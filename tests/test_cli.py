@@ -98,7 +98,7 @@ def test_version_and_help_need_neither_torch_nor_sglang() -> None:
 
 @pytest.mark.skipif(shutil.which(os.environ.get("CXX", "c++")) is None, reason="no C++ compiler")
 def test_build_fills_the_cache_ahead_of_time(tmp_path: Path) -> None:
-    """Goal: no server needs to wait for the compiler. Method: build for the CPU into an empty cache and look into it."""
+    """Goal: no server needs to wait for the compiler. Method: build for the CPU into an empty cache; look there."""
     result = run("build", "--cpu-only", SGLANG_HISPARSE_CACHE_DIR=str(tmp_path))
     assert result.returncode == 0, result.stderr
     assert "CPU library: ready" in result.stdout
