@@ -118,7 +118,7 @@ class RecencyStream:
             return np.arange(self._num_positions, dtype=np.int32)
         k, order = self._top_k, self._order
         newest = self._num_positions - 1
-        order = np.concatenate([order[:0], order[order != newest]]) if order[0] != newest else order[1:]
+        order = order[order != newest]
         edges = np.minimum(np.array([0, k, 2 * k, 4 * k, order.size]), order.size)
         counts = band_counts(self._shares, edges, k - NUM_SINKS - 1, NUM_SINKS + 1)
         drawn = np.zeros(order.size, dtype=bool)
