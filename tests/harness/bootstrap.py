@@ -8,6 +8,7 @@ alone. What is bypassed, and nothing else:
 3. `build_attention_backends` returns the fake backend: no attention kernels.
 4. The scheduler's zmq channels are lists; requests enter where `recv_requests` would return them.
 5. No watchdog threads and no load snapshots in shared memory (a stopped test is not a hung server).
+6. With HiSparse: this package's own demand for an NVIDIA GPU is not made, and its settings are forgotten between engines.
 
 Scheduler, TpModelWorker, ModelRunner (its `_forward_raw` and eager runner too), KVCacheConfigurator, pools, allocator,
 radix tree, sampler, result processing and the invariant checks are SGLang's own.
@@ -135,8 +136,12 @@ def build_server_args(folder: Path, config: HarnessConfig) -> Any:
         )
     values.update(config.server_args)
     server_args = ServerArgs(**values)
-    with mock.patch("torch.cuda.get_device_capability", lambda *args, **kwargs: (9, 0)):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch("torch.cuda.get_device_capability", lambda *args, **kwargs: (9, 0)))
+        if config.hisparse_config is not None:
+            stack.enter_context(mock.patch("sglang_hisparse.validation._check_platform", lambda view: None))
         server_args.resolve_once()
+        server_args.check_server_args()
     return server_args
 
 
@@ -192,7 +197,10 @@ def build_scheduler(
     if config.hisparse_config is not None:
         from sglang.srt.plugins import load_plugins
 
+        from sglang_hisparse import settings
+
         load_plugins()
+        settings.reset()
     from sglang.srt.configs.model_config import dsa_layer_skips_topk
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.runtime_context import SpawnRanks, create_context, use_context

@@ -18,6 +18,7 @@ import torch
 
 from . import bootstrap
 from .fake_model import FakeDsaModel
+from .lagging_link import LaggingLink
 from .reference import History
 
 
@@ -63,6 +64,7 @@ class Engine:
         torch.set_num_threads(1)
         self.handles: dict[str, Handle] = {}
         self.control_outputs: list[Any] = []
+        self.link: LaggingLink | None = None
         self.steps = 0
         self._inbox: list[Any] = []
         self._carried_results: deque[Any] = deque()
@@ -313,12 +315,14 @@ def make_scheduler(
     index_topk_freq: int = 1,
     vocab_size: int = 1000,
     context_length: int = 8192,
+    link_seed: int | None = None,
     **server_args: Any,
 ) -> Iterator[Engine]:
     """A running engine, closed at the end of the with block.
 
     hisparse_config: the --hisparse-config object, or None for plain SGLang. device_tokens: --max-total-tokens.
-    index_topk_freq: layers per index group. server_args: further fields of SGLang's ServerArgs.
+    index_topk_freq: layers per index group. link_seed: host copies run as late as they may (see lagging_link), in an
+    order drawn from the seed; None: they run at once. server_args: further fields of SGLang's ServerArgs.
     SGLang's busy leak check runs after every step, its idle checks whenever the engine is idle; both raise.
     """
     from sglang.srt.environ import envs
@@ -344,6 +348,8 @@ def make_scheduler(
         envs.SGLANG_CHECK_KV_PAGE_INVARIANTS.override(hisparse_config is None),
     ):
         engine = Engine(config)
+        if link_seed is not None:
+            engine.link = LaggingLink(engine.coordinator.worker, seed=link_seed)
         try:
             yield engine
         finally:
