@@ -20,6 +20,7 @@ GIB = 1 << 30
 
 PAGE_TABLE_ENTRY_BYTES = 4
 HOT_PAGE_ENTRY_BYTES = 4
+RESULT_ROW_BYTES = 4
 INDEX_ROW_BYTES = 132
 """One index-K row: 128 fp8 values and their fp32 scale."""
 
@@ -105,13 +106,14 @@ class HotShape:
     """Hot buffers of one rank: slots are request slots (the padding slot included), rows are per slot and group.
 
     state_bytes is the tensor memory of one group's tags, ages and header for all slots; it comes from the kernels'
-    HotGroupState, whose layout this module does not know.
+    HotGroupState, whose layout this module does not know. result_rows: rows per slot of the resolver's output, top_k.
     """
 
     num_slots: int
     buffer_rows: int
     num_groups: int
     state_bytes: int
+    result_rows: int = 0
 
     def lease_pages(self, page_size: int) -> int:
         """Device pages of one lease."""
@@ -123,7 +125,8 @@ class HotShape:
 
     @property
     def all_state_bytes(self) -> int:
-        return self.num_groups * self.state_bytes
+        """State of all groups and the resolver's output, which they share."""
+        return self.num_groups * self.state_bytes + self.num_slots * self.result_rows * RESULT_ROW_BYTES
 
     def fixed_bytes(self, page_size: int) -> int:
         """GPU memory that does not grow with tokens."""

@@ -11,6 +11,7 @@ Index-K is addressed by logical id and is never translated.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import ModuleType
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
@@ -27,14 +28,25 @@ ZERO_ROW = 0
 """Row 0 of the pad page. Padded tokens write to location 0, which SGLang's KV writers skip, so it stays zero."""
 
 
+def _kernels() -> ModuleType:
+    # Not at import: the pool serves CPU runs where no compiler for the kernel libraries is needed.
+    from sglang_hisparse.kernels import resolver
+
+    return resolver
+
+
 def rows_for_writing(loc: torch.Tensor, page_table: torch.Tensor, page_size: int) -> torch.Tensor:
     """Device row of each logical id [n], in loc's dtype: page 0 for an id not resident, row 0 for a negative one."""
+    if loc.is_cuda:
+        return _kernels().write_rows(loc, page_table, page_size)
     ids = loc.clamp(min=0)
     return page_table[ids // page_size].to(loc.dtype) * page_size + ids % page_size
 
 
 def rows_for_reading(ids: torch.Tensor, page_table: torch.Tensor, page_size: int) -> torch.Tensor:
     """Device row of each logical id, int32 of ids' shape: -1 for a negative id and for one that is not resident."""
+    if ids.is_cuda:
+        return _kernels().read_rows(ids, page_table, page_size)
     pages = torch.where(ids >= 0, page_table[ids.clamp(min=0) // page_size], 0)
     return torch.where(pages > 0, pages * page_size + ids % page_size, -1).to(torch.int32)
 

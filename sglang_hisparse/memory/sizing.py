@@ -7,9 +7,9 @@ and every rank must arrive at the same plan: figures that are a rank's own are r
 
 The order of events at start, in each rank's process:
 
-1. `around_profile_available_bytes`: free GPU bytes (SGLang's minimum over ranks), host bytes (ours) -> plan, ratio.
+1. `around_profile_available_bytes`: free GPU bytes (SGLang's minimum over ranks), host bytes -> plan, ratio.
    A given ratio r solves  D * (kv + r * index) = bytes  for device tokens D; a derived one first takes the logical
-   tokens L that host memory holds and solves  D * kv + L * index = bytes,  r = L / D. It returns D * cell bytes, so that
+   tokens L that host memory holds and solves  D * kv + L * index = bytes,  r = L / D. It returns D * cell, so that
 2. SGLang's own division by `around_dsa_indexer_cell_size`'s cell gives exactly D;
 3. pool and allocator are built with the ratio that the hook on SGLang's config parser reads from `current_ratio`;
 4. `around_logical_token_capacity` tells the scheduler L instead of D.
@@ -17,6 +17,7 @@ The order of events at start, in each rank's process:
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -41,18 +42,22 @@ from sglang_hisparse.layout import (
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class SizingRequest:
     """What the settings and the kernels contribute to the plan.
 
     ratio: host_to_device_ratio, None to derive it. host_pool_bytes: cap on one rank's pinned memory. buffer_rows: rows
-    of a hot buffer. hot_state_bytes(num_slots, buffer_rows): GPU bytes of one index group's hot state.
+    of a hot buffer. top_k: rows of the resolver's output. hot_state_bytes(num_slots, buffer_rows): GPU bytes of one
+    index group's hot state.
     """
 
     ratio: float | None
     host_pool_bytes: int | None
     buffer_rows: int
+    top_k: int
     hot_state_bytes: Callable[[int, int], int]
 
 
@@ -170,6 +175,7 @@ def make_plan(configurator: KVCacheConfigurator, device_bytes: int, request: Siz
         buffer_rows=request.buffer_rows,
         num_groups=shape.num_leaders,
         state_bytes=request.hot_state_bytes(num_slots, request.buffer_rows),
+        result_rows=request.top_k,
     )
     return plan_memory(
         shape,
@@ -205,6 +211,13 @@ def around_profile_available_bytes(
         return device_bytes
     plan = make_plan(self, device_bytes, _sizing.request())
     _sizing.plan = plan
+    if plan.host_bound:
+        logger.warning(
+            "host_to_device_ratio: %g shrinks to %.4g, since host memory holds %d tokens per rank",
+            plan.requested_ratio,
+            plan.ratio,
+            plan.host_tokens,
+        )
     return token_bytes(plan, device_bytes, get_schedule().max_total_tokens)
 
 

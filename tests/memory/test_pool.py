@@ -144,6 +144,20 @@ def test_translations_against_plain_python(table: list[int], ids: list[int], dty
     assert got.tolist() == write and got.dtype == dtype
 
 
+@pytest.mark.gpu
+def test_kernel_translations_equal_the_plain_ones() -> None:
+    """Goal: on a GPU the kernels answer as the CPU does. Method: the same ids, 1-D and strided 2-D, on both."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    table = torch.randint(0, 40, (101,), dtype=torch.int32)
+    table[0] = 0
+    loc = torch.randint(0, 101 * PAGE, (777,))
+    ids = torch.randint(-9, 101 * PAGE, (33, 2048), dtype=torch.int32)
+    assert torch.equal(rows_for_writing(loc.cuda(), table.cuda(), PAGE).cpu(), rows_for_writing(loc, table, PAGE))
+    for view in (ids, ids[:, ::2]):
+        assert torch.equal(rows_for_reading(view.cuda(), table.cuda(), PAGE).cpu(), rows_for_reading(view, table, PAGE))
+
+
 @pytest.mark.parametrize("start_layer", [0, 30])
 def test_writes_land_in_the_device_page(start_layer: int) -> None:
     """Goal: set_mla_kv_buffer and get_mla_kv_buffer agree by logical id. Method: write, look at raw rows, read back."""

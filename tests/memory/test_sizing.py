@@ -20,6 +20,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from transformers import PretrainedConfig
 
 from sglang_hisparse.errors import ConfigError, InvariantError
+from sglang_hisparse.kernels.hot_state import HotGroupState
 from sglang_hisparse.layout import GIB
 from sglang_hisparse.memory import sizing
 from sglang_hisparse.memory.pool import HiSparsePool
@@ -74,10 +75,20 @@ def hot_state_bytes(num_slots: int, buffer_rows: int) -> int:
     return num_slots * (5 * buffer_rows + 128)
 
 
+def test_state_bytes_are_the_kernels() -> None:
+    """Goal: what is charged is what is allocated. Method: the tensors of a HotGroupState."""
+    state = HotGroupState.allocate(9, 4096, "cpu")
+    allocated = sum(t.untyped_storage().nbytes() for t in (state.tags, state.stamps, state.header))
+    assert allocated == hot_state_bytes(9, 4096) == HotGroupState.bytes(9, 4096)
+
+
 @pytest.fixture
 def hooked(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """SGLang with our functions around its own; `free` is what it measures, `host` what may be pinned."""
-    state = SimpleNamespace(free=40 * GIB, host=4_000 * GIB, request=SizingRequest(4, None, 4096, hot_state_bytes))
+    provider = sizing._sizing.provider
+    state = SimpleNamespace(
+        free=40 * GIB, host=4_000 * GIB, request=SizingRequest(4, None, 4096, 2048, hot_state_bytes)
+    )
     sizing.bind(lambda: state.request)
     monkeypatch.setattr(sizing, "available_host_memory_bytes", lambda **_: state.host + 10 * GIB)
     cell = DefaultPoolConfigurator._compute_dsa_indexer_cell_size
@@ -112,8 +123,7 @@ def hooked(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     )
     monkeypatch.setattr(factory, "_parse_sparse_config", parse_with_ratio)
     yield state
-    monkeypatch.setattr(sizing._sizing, "provider", None)
-    monkeypatch.setattr(sizing._sizing, "plan", None)
+    sizing.bind(provider)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +140,7 @@ def test_cell_size_by_hand(
     hooked: SimpleNamespace, model: dict[str, Any], dtype: torch.dtype, ratio: float, cell: int
 ) -> None:
     """Goal: bytes per device token of V3.2 and GLM-5.x. Method: SGLang's configurator against hand arithmetic."""
-    hooked.request = SizingRequest(ratio, None, 4096, hot_state_bytes)
+    hooked.request = SizingRequest(ratio, None, 4096, 2048, hot_state_bytes)
     with published(ratio):
         configurator = make_configurator(model, dtype)
         assert DefaultPoolConfigurator(configurator)._cell_size == cell
@@ -150,7 +160,7 @@ def test_sglang_arrives_at_the_plan(
     hooked: SimpleNamespace, model: dict[str, Any], dtype: torch.dtype, ratio: float | None, host_gib: int
 ) -> None:
     """Goal: device and logical tokens are those planned. Method: SGLang's real resolution after our measurement."""
-    hooked.request, hooked.host = SizingRequest(ratio, None, 4096, hot_state_bytes), host_gib * GIB
+    hooked.request, hooked.host = SizingRequest(ratio, None, 4096, 2048, hot_state_bytes), host_gib * GIB
     with published(ratio):
         configurator = make_configurator(model, dtype)
         config = configurator._resolve_memory_pool_config(80)
@@ -161,13 +171,13 @@ def test_sglang_arrives_at_the_plan(
         assert sizing.current_ratio() == plan.ratio <= (ratio or 100)
     assert plan.device_bytes <= hooked.free and plan.host_bytes <= hooked.host
     assert config.max_running_requests == 64 and plan.hot.num_slots == 65
-    assert plan.hot_state_bytes == plan.shape.num_leaders * hot_state_bytes(65, 4096)
+    assert plan.hot_state_bytes == plan.shape.num_leaders * hot_state_bytes(65, 4096) + 65 * 2048 * 4
 
 
 def test_users_cap_on_tokens(hooked: SimpleNamespace, caplog: pytest.LogCaptureFixture) -> None:
     """Goal: max_total_tokens caps device tokens without a false warning. Method: SGLang's resolution with 200,000."""
     with published(8, max_total_tokens=200_000):
-        hooked.request = SizingRequest(8, None, 4096, hot_state_bytes)
+        hooked.request = SizingRequest(8, None, 4096, 2048, hot_state_bytes)
         config = make_configurator(V32, BF16)._resolve_memory_pool_config(80)
     plan = sizing.current_plan()
     assert plan is not None and config.max_total_num_tokens == plan.device_tokens == 200_000 // 64 * 64
@@ -205,7 +215,7 @@ def test_draft_workers_and_plain_servers_are_left_alone(hooked: SimpleNamespace)
 def test_the_pool_takes_what_the_plan_says(hooked: SimpleNamespace) -> None:
     """Goal: planned bytes are allocated bytes. Method: SGLang builds our pool of a small model from a small budget."""
     model = {"num_hidden_layers": 8, "index_topk_freq": 4, "index_skip_topk_offset": 3}
-    hooked.free, hooked.request = 96 << 20, SizingRequest(3.3, None, 128, hot_state_bytes)
+    hooked.free, hooked.request = 96 << 20, SizingRequest(3.3, None, 128, 64, hot_state_bytes)
     with published(3.3), pytest.MonkeyPatch.context() as patch:
         patch.setattr(kv_cache_configurator, "HiSparseDSATokenToKVPool", HiSparsePool)
         patch.setattr(kv_cache_configurator, "reject_out_of_tree_path", lambda *_, **__: None)
@@ -222,18 +232,29 @@ def test_the_pool_takes_what_the_plan_says(hooked: SimpleNamespace) -> None:
     assert sum(b.shape[0] > 0 for b in pool.index_k_with_scale_buffer) == plan.shape.num_leaders == 4
     assert plan.device_bytes <= hooked.free
     built = sizing.plan_as_built(pool.size, num_slots=9)
-    assert built.hot_state_bytes == 4 * hot_state_bytes(9, 128) and built.device_kv_bytes == plan.device_kv_bytes
+    assert (
+        built.hot_state_bytes == 4 * hot_state_bytes(9, 128) + 9 * 64 * 4
+        and built.device_kv_bytes == plan.device_kv_bytes
+    )
 
 
 def test_ratio_before_the_plan(hooked: SimpleNamespace) -> None:
     """Goal: a ratio that is still to be derived is never taken for a number. Method: ask before sizing."""
     assert sizing.current_ratio() == 4
-    hooked.request = SizingRequest(None, None, 4096, hot_state_bytes)
+    hooked.request = SizingRequest(None, None, 4096, 2048, hot_state_bytes)
     assert sizing.current_ratio() is None
     with published(None), pytest.raises(InvariantError):
         make_configurator(GLM, FP8).logical_token_capacity(max_total_num_tokens=640)
     with pytest.raises(InvariantError):
         sizing.plan_as_built(640, 9)
+
+
+def test_a_shrunken_ratio_is_said(hooked: SimpleNamespace, caplog: pytest.LogCaptureFixture) -> None:
+    """Goal: the log says when the host holds less than was asked for. Method: ratio 10 and 100 GiB."""
+    hooked.host, hooked.request = 100 * GIB, SizingRequest(10, None, 4096, 2048, hot_state_bytes)
+    with published(10):
+        make_configurator(GLM, FP8)._resolve_memory_pool_config(80)
+    assert "host_to_device_ratio: 10 shrinks to" in caplog.text
 
 
 def test_reserve_shrinks_on_small_machines(hooked: SimpleNamespace) -> None:
