@@ -21,7 +21,7 @@ from sglang_hisparse.memory.host_tier import HostTier
 from sglang_hisparse.memory.pool import HiSparsePool
 from sglang_hisparse.residency import ResidencyCoordinator, ResidencyLimits, SpillPolicy
 from sglang_hisparse.residency.invariants import check
-from sglang_hisparse.stats import StatsWriter, residency_counts
+from sglang_hisparse.stats import StatsWriter, residency_counts, resolver_counts
 from sglang_hisparse.transfer.hot_buffer import GroupTable, HotBuffers
 from sglang_hisparse.transfer.worker import TransferWorker
 
@@ -282,10 +282,9 @@ class HiSparseRuntime:
         self._launch = None
 
     def destroy(self) -> None:
-        self.stats.close()
         self.worker.drain()
-        if self.worker.device.type == "cuda":
-            torch.cuda.synchronize(self.worker.device)  # the resolver reads host rows from captured graphs
+        self.worker.synchronize()
+        self.stats.close()
         self.mem_pool_host.destroy()
 
     def get_token_stats(self) -> Any:
@@ -297,4 +296,4 @@ class HiSparseRuntime:
 
     def counters(self) -> dict[str, int]:
         """Counts since start, for logs, metrics and the statistics file; device counts lag by a few steps."""
-        return {**residency_counts(self), **self.hot.counters(), **self.audit.counters()}
+        return {**residency_counts(self), **resolver_counts(self.hot.counters()), **self.audit.counters()}

@@ -41,6 +41,16 @@ def residency_counts(runtime: HiSparseRuntime) -> dict[str, int]:
     }
 
 
+def resolver_counts(counters: dict[str, int]) -> dict[str, int]:
+    """The resolver's own counters under the names that users see: entries of top-k answered, by where the row was."""
+    return {
+        "rows_resident": counters["entries_resident"],
+        "rows_hot": counters["entries_hot"],
+        "rows_fetched": counters["rows_fetched"],
+        "errors": counters["entries_failed"],
+    }
+
+
 class StatsWriter:
     """Writes `runtime.counters()`; every method is free of cost when no file is named."""
 
@@ -60,6 +70,8 @@ class StatsWriter:
 
     def close(self) -> None:
         if self._path is not None:
+            self._runtime.counters()  # starts the copies of the device counts that the next call reads
+            self._runtime.worker.synchronize()
             self._write()
 
     def _write(self) -> None:

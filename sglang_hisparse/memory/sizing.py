@@ -1,7 +1,7 @@
 """How many device and logical tokens SGLang's KV cache configurator arrives at under HiSparse.
 
 Owns the memory plan of this process: it is made once, after SGLang has measured the free GPU memory and before it turns
-that into tokens, and the ratio in it is the only one used from then on (`current_ratio`). The functions named around_x
+that into tokens, and the ratio in it is the only one used from then on (`settings.ratio`). The functions named around_x
 are hooked around SGLang's functions of the same name; the plan's arithmetic lies in layout.py. It must never allocate,
 and every rank must arrive at the same plan: figures that are a rank's own are reduced to their minimum first.
 
@@ -11,7 +11,7 @@ The order of events at start, in each rank's process:
    A given ratio r solves  D * (kv + r * index) = bytes  for device tokens D; a derived one first takes the logical
    tokens L that host memory holds and solves  D * kv + L * index = bytes,  r = L / D. It returns D * cell, so that
 2. SGLang's own division by `around_dsa_indexer_cell_size`'s cell gives exactly D;
-3. pool and allocator are built with the ratio that the hook on SGLang's config parser reads from `current_ratio`;
+3. pool and allocator are built with the ratio that the hook on SGLang's config parser takes from `settings.ratio`;
 4. `around_logical_token_capacity` tells the scheduler L instead of D.
 """
 
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,7 +28,10 @@ from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
 from sglang.srt.mem_cache.pool_host.base import HICACHE_HOST_MEMORY_RESERVE_BYTES, ranks_per_host
 from sglang.srt.runtime_context import get_memory, get_parallel, get_schedule
 
+from sglang_hisparse import settings
+from sglang_hisparse.config import ResolvedConfig
 from sglang_hisparse.errors import InvariantError
+from sglang_hisparse.kernels.hot_state import HotGroupState
 from sglang_hisparse.layout import (
     HotShape,
     KVShape,
@@ -45,64 +47,36 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class SizingRequest:
-    """What the settings and the kernels contribute to the plan.
+class _Plan:
+    """The plan of this process. A container, because hook propagation rebinds names in modules."""
 
-    ratio: host_to_device_ratio, None to derive it. host_pool_bytes: cap on one rank's pinned memory. buffer_rows: rows
-    of a hot buffer. top_k: rows of the resolver's output. hot_state_bytes(num_slots, buffer_rows): GPU bytes of one
-    index group's hot state.
-    """
-
-    ratio: float | None
-    host_pool_bytes: int | None
-    buffer_rows: int
-    top_k: int
-    hot_state_bytes: Callable[[int, int], int]
-
-
-class _Sizing:
-    """The process's request and plan. A container, because hook propagation rebinds names in modules."""
-
-    def __init__(self) -> None:
-        self.provider: Callable[[], SizingRequest] | None = None
-        self.plan: MemoryPlan | None = None
-
-    def request(self) -> SizingRequest:
-        if self.provider is None:
-            raise InvariantError("sizing is used before bind() named where its settings come from")
-        return self.provider()
-
-
-_sizing = _Sizing()
-
-
-def bind(provider: Callable[[], SizingRequest]) -> None:
-    """Name where the settings come from; asked when sizing runs, since they are published after hooks are applied."""
-    _sizing.provider = provider
-    _sizing.plan = None
+    current: MemoryPlan | None = None
 
 
 def current_plan() -> MemoryPlan | None:
     """The plan of this process, None before SGLang has measured its memory."""
-    return _sizing.plan
+    return _Plan.current
 
 
-def current_ratio() -> float | None:
-    """Logical tokens per device token: the plan's; before there is one the given ratio, None where none was given."""
-    return _sizing.request().ratio if _sizing.plan is None else _sizing.plan.ratio
+def hot_shape(num_slots: int, num_groups: int, resolved: ResolvedConfig) -> HotShape:
+    """Hot buffers of all request slots; the bytes of their state are the kernels' figure."""
+    return HotShape(
+        num_slots=num_slots,
+        buffer_rows=resolved.device_buffer_size,
+        num_groups=num_groups,
+        state_bytes=HotGroupState.bytes(num_slots, resolved.device_buffer_size),
+        result_rows=resolved.top_k,
+    )
 
 
 def plan_as_built(device_tokens: int, num_slots: int) -> MemoryPlan:
-    """The plan with the device tokens and request slots that SGLang came to in the end, for the log."""
-    plan = _sizing.plan
+    """The plan with the device tokens and request slots that SGLang came to in the end."""
+    plan = _Plan.current
     if plan is None:
         raise InvariantError("no memory plan was made: SGLang did not measure its memory through our hook")
-    request = _sizing.request()
-    hot = replace(plan.hot, num_slots=num_slots, state_bytes=request.hot_state_bytes(num_slots, request.buffer_rows))
     return describe_plan(
         plan.shape,
-        hot,
+        hot_shape(num_slots, plan.shape.num_leaders, settings.resolved()),
         device_tokens=device_tokens,
         ratio=plan.ratio,
         requested_ratio=plan.requested_ratio,
@@ -165,25 +139,18 @@ def _min_over_ranks(value: int) -> int:
     return int(tensor.item())
 
 
-def make_plan(configurator: KVCacheConfigurator, device_bytes: int, request: SizingRequest) -> MemoryPlan:
+def make_plan(configurator: KVCacheConfigurator, device_bytes: int, resolved: ResolvedConfig) -> MemoryPlan:
     """Divide device_bytes and this machine's host memory for the configurator's model. Raises ConfigError."""
     shape = kv_shape(configurator)
     # SGLang counts slots from the tokens it gets later; they cannot be more than for a pool of KV rows alone.
     num_slots = configurator.resolve_max_num_reqs(device_bytes // shape.kv_token_bytes) + 1
-    hot = HotShape(
-        num_slots=num_slots,
-        buffer_rows=request.buffer_rows,
-        num_groups=shape.num_leaders,
-        state_bytes=request.hot_state_bytes(num_slots, request.buffer_rows),
-        result_rows=request.top_k,
-    )
     return plan_memory(
         shape,
-        hot,
+        hot_shape(num_slots, shape.num_leaders, resolved),
         device_bytes=device_bytes,
         available_host_bytes=host_bytes_per_rank(),
-        ratio=request.ratio,
-        host_pool_bytes=request.host_pool_bytes,
+        ratio=resolved.host_to_device_ratio,
+        host_pool_bytes=resolved.host_pool_bytes,
         max_device_tokens=get_schedule().max_total_tokens,
     )
 
@@ -209,8 +176,9 @@ def around_profile_available_bytes(
     device_bytes = original(self, pre_model_load_memory)
     if not applies_to(self):
         return device_bytes
-    plan = make_plan(self, device_bytes, _sizing.request())
-    _sizing.plan = plan
+    plan = make_plan(self, device_bytes, settings.resolve(self.model_config))
+    _Plan.current = plan
+    settings.fix_ratio(plan.ratio)
     if plan.host_bound:
         logger.warning(
             "host_to_device_ratio: %g shrinks to %.4g, since host memory holds %d tokens per rank",
@@ -252,7 +220,31 @@ def around_logical_token_capacity(
     """AROUND KVCacheConfigurator.logical_token_capacity: the scheduler counts logical tokens (R16)."""
     if not applies_to(self):
         return original(self, max_total_num_tokens=max_total_num_tokens)
-    ratio = current_ratio()
-    if ratio is None:
-        raise InvariantError("the ratio is asked for before it was derived")
-    return logical_tokens(max_total_num_tokens, ratio, get_schedule().page_size)
+    return logical_tokens(max_total_num_tokens, settings.ratio(), get_schedule().page_size)
+
+
+_CONFIGURATOR = "mem_cache.kv_cache_configurator."
+
+HOOKS: tuple[tuple[str, Callable[..., Any], str], ...] = (
+    (
+        _CONFIGURATOR + "KVCacheConfigurator._profile_available_bytes",
+        around_profile_available_bytes,
+        "hot state, page table and index-K of all logical tokens are paid before tokens are counted; fixes the ratio",
+    ),
+    (
+        "model_executor.pool_configurator.DefaultPoolConfigurator._compute_dsa_indexer_cell_size",
+        around_dsa_indexer_cell_size,
+        "index-K is charged for the layers that own an indexer, not for all (R25)",
+    ),
+    (
+        _CONFIGURATOR + "_should_elide_dsa_index_k",
+        around_should_elide_dsa_index_k,
+        "layers that reuse another's top-k get no index-K buffer (R25)",
+    ),
+    (
+        _CONFIGURATOR + "KVCacheConfigurator.logical_token_capacity",
+        around_logical_token_capacity,
+        "the scheduler, its statistics and its leak check count logical tokens (R16)",
+    ),
+)
+"""What hooks.py hooks AROUND SGLang: target below `sglang.srt.`, function, reason."""

@@ -100,6 +100,11 @@ class TransferWorker:
         if self._on_gpu:
             self._copy_stream.synchronize()
 
+    def synchronize(self) -> None:
+        """Wait for the whole device (shutdown only): the resolver reads host rows from captured graphs."""
+        if self._on_gpu:
+            torch.cuda.synchronize(self.device)
+
     # -- before a forward -------------------------------------------------------------------------------------------
 
     def apply(self, plan: StepPlan) -> None:
