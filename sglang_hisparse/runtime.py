@@ -130,6 +130,7 @@ class HiSparseRuntime:
         outside every batch (R31). The flag of the process stays, since other places need it."""
         self.tree_cache = scheduler.tree_cache
         scheduler.enable_hisparse = False
+        self.hot.forget_counts()
 
     def set_decode_producer_stream(self, stream: Any) -> None:
         self.worker.forward_stream = stream

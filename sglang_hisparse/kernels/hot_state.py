@@ -87,6 +87,10 @@ class HotGroupState:
         generation = self._headers[:, :, LEASE_GENERATION]
         generation[:, slots] = generation[:, slots] + 1
 
+    def forget_counts(self) -> None:
+        """Start counting anew: graph capture resolves rows that no request asked for. On the current stream."""
+        self._headers[..., FIRST_COUNTER : FIRST_COUNTER + len(COUNTER_NAMES)] = 0
+
     def counters(self) -> dict[str, int]:
         """Totals over groups and slots since start, as of an earlier call: starts the next copy and waits for nothing.
 

@@ -118,6 +118,10 @@ class HotBuffers:
     def forget_all(self) -> None:
         """After a flush. Leases are zeroed by the worker; tags of a slot are forgotten again when it takes a lease."""
 
+    def forget_counts(self) -> None:
+        """Graph capture has resolved rows that no request asked for: count from here."""
+        self.state.forget_counts()
+
     def counters(self) -> dict[str, int]:
         """Rows resolved since start, summed over groups and slots, as last copied from the device."""
         return self.state.counters()
