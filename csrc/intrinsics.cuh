@@ -6,10 +6,10 @@
 
 namespace hisparse {
 
-__device__ __forceinline__ uint32_t cluster_rank() {
-  uint32_t rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
+// The block's dynamic shared memory.
+__device__ __forceinline__ char* block_shared_memory() {
+  extern __shared__ __align__(128) char shared_memory[];
+  return shared_memory;
 }
 
 // Relaxed: the barrier only keeps the leader's state writes behind the helpers' state reads, and a helper arrives when

@@ -7,7 +7,8 @@
 //
 // Every number depends on entry order and slot order alone, never on timing:
 //   miss rank: order of first occurrence in the row;
-//   victims: empty slots, then the oldest age class, then younger ones; inside the last class taken by slot number.
+//   victims: empty slots, then the oldest age class, then younger ones; of the last class the small slot numbers. Misses
+//   take them by rank: the slots of the classes that leave whole, by number, then those of the last class, by number.
 // Two rows of one step must not name the same request slot: they would race for victims (bytes stay in bounds).
 #pragma once
 #include "rows.cuh"
@@ -380,8 +381,7 @@ __device__ __forceinline__ void write_state(const ResolveParams& p, const Shared
 template <int kGroups, int kCopy, int kPasses>
 __global__ void __launch_bounds__(kThreads, 1) resolve_kernel(const __grid_constant__ ResolveParams p, const int table_bits,
                                                               const int ring_stages) {
-  extern __shared__ __align__(128) char shared_memory[];
-  Shared s = carve(shared_memory, p.k, p.num_hot_pages, table_bits);
+  Shared s = carve(block_shared_memory(), p.k, p.num_hot_pages, table_bits);
   const int thread = static_cast<int>(threadIdx.x), lane = thread & 31, warp = thread >> 5;
   const int blocks = static_cast<int>(gridDim.x), block_rank = static_cast<int>(blockIdx.x);
   const int32_t row = static_cast<int32_t>(blockIdx.y);

@@ -88,11 +88,12 @@ class RowResolver {
     if (header_[kStateGeneration] != header_[kLeaseGeneration]) std::fill(tags_, tags_ + p_.buffer_size, -1);
     const uint32_t clock = header_[kClock];
     const uint8_t now = static_cast<uint8_t>(clock / static_cast<uint32_t>(std::max(1, p_.buffer_size / kAgeUnits)));
-    const std::vector<int32_t> victims = match_slots(now);
-    int32_t fetched = 0, failed = 0, misses = 0;
+    Candidates candidates = match_slots(now);
+    const int32_t misses = std::count_if(wanted_.begin(), wanted_.end(), [](const Wanted& want) { return want.slot < 0; });
+    const std::vector<int32_t> victims = choose_victims(candidates, misses);
+    int32_t fetched = 0, failed = 0;
     for (Wanted& want : wanted_) {
       if (want.slot < 0) {
-        misses++;
         if (fetched == static_cast<int32_t>(victims.size())) {
           failed++;
           continue;
@@ -109,9 +110,11 @@ class RowResolver {
     errors_ += failed;
   }
 
-  // Marks hits and returns the other slots in the order in which they may leave.
-  std::vector<int32_t> match_slots(uint8_t now) {
-    std::vector<std::pair<int32_t, int32_t>> order;
+  using Candidates = std::vector<std::pair<int32_t, int32_t>>;  // (negative age class, slot)
+
+  // Marks hits and returns the other slots.
+  Candidates match_slots(uint8_t now) {
+    Candidates order;
     for (int32_t slot = 0; slot < p_.buffer_size; slot++) {
       if (tags_[slot] < 0) {
         order.emplace_back(-kAgeUnits - 1, slot);
@@ -125,10 +128,22 @@ class RowResolver {
         order.emplace_back(-std::min<int32_t>(static_cast<uint8_t>(now - stamps_[slot]), kAgeUnits), slot);
       }
     }
-    std::sort(order.begin(), order.end());
+    return order;
+  }
+
+  // The oldest classes leave; within the last class slots of small numbers. Misses take them in this order: slots of the
+  // classes that leave whole, by number, then those of the last class, by number.
+  static std::vector<int32_t> choose_victims(Candidates& candidates, int32_t misses) {
+    std::sort(candidates.begin(), candidates.end());
+    candidates.resize(std::min<size_t>(candidates.size(), misses));
+    if (candidates.empty()) return {};
+    const int32_t last_class = candidates.back().first;
+    std::sort(candidates.begin(), candidates.end(), [&](const auto& a, const auto& b) {
+      return std::pair(a.first == last_class, a.second) < std::pair(b.first == last_class, b.second);
+    });
     std::vector<int32_t> slots;
-    slots.reserve(order.size());
-    for (const auto& [rank, slot] : order) slots.push_back(slot);
+    slots.reserve(candidates.size());
+    for (const auto& [age_class, slot] : candidates) slots.push_back(slot);
     return slots;
   }
 

@@ -180,6 +180,11 @@ def _runtime_link_flags(home: Path) -> list[str]:
     return [f"-L{folder}"]
 
 
+def ninja_on_path() -> contextlib.AbstractContextManager[None]:
+    """While it is held, the ninja that pip put beside python is found."""
+    return _environment()
+
+
 @contextlib.contextmanager
 def _environment(**values: str) -> Iterator[None]:
     """Set variables for one build only (other libraries of the process read them too); ninja comes from pip, beside python."""

@@ -1,0 +1,248 @@
+"""A small machine for kernel tests: host rows, device pages, requests that come, grow, spill and go; every step is checked.
+
+Used by the tests of this folder and by scripts/gpu_kernel_check.py, on CPU and CUDA tensors alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from oracle import Oracle, Step
+from sglang_hisparse.kernels.resolver import CopyMethod, HotGroupState, resolve
+
+POISON_ROW = -77
+NEVER_A_LEASE = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of a world; `rows` is the batch with its padding, `max_pages` pages of one request."""
+
+    k: int = 16
+    buffer_size: int = 32
+    page_size: int = 4
+    rows: int = 5
+    num_slots: int = 6
+    max_pages: int = 24
+    layers: int = 2
+    row_bytes: int = 48
+    host_row_bytes: int | None = None
+    cluster_blocks: int = 0
+    copy_method: CopyMethod = CopyMethod.LOADS
+
+
+@dataclass(slots=True)
+class Request:
+    pages: list[int]
+    seq_len: int
+    leased: bool
+
+
+def home_rows(version: np.ndarray, layer: int, rows: np.ndarray, row_bytes: int) -> np.ndarray:
+    """Content uint8 [n, row_bytes] of host rows: differs by row, layer and the version of the page's text."""
+    seed = (version * 1_000_003 + rows * 7_919 + layer * 104_729).astype(np.uint64)
+    words = (seed[:, None] * np.uint64(2_654_435_761) + np.arange(row_bytes // 4, dtype=np.uint64) * np.uint64(40_503)) >> np.uint64(7)
+    return words.astype(np.uint32).view(np.uint8).reshape(len(rows), row_bytes)
+
+
+class World:
+    """Memory of one index group on `device`, and the requests that use it."""
+
+    def __init__(self, shape: Shape, device: str, seed: int) -> None:
+        self.shape, self.device, self.random = shape, device, np.random.default_rng(seed)
+        pages = shape.num_slots * shape.max_pages
+        self.num_logical_pages, lease = pages, shape.buffer_size // shape.page_size
+        self.num_device_pages = pages + shape.num_slots * lease
+        self.pitch = shape.host_row_bytes or shape.row_bytes
+        host_shape = (shape.layers, (pages + 1) * shape.page_size, self.pitch)
+        self.host = torch.full(host_shape, 0xEE, dtype=torch.uint8, pin_memory=device == "cuda")
+        device_rows = (self.num_device_pages + 1) * shape.page_size
+        self.kv = torch.full((shape.layers, device_rows, shape.row_bytes), 0xDD, dtype=torch.uint8, device=device)
+        self.version = np.zeros(pages + 1, dtype=np.int64)
+        self.page_table = torch.zeros(pages + 1, dtype=torch.int32, device=device)
+        self.hot_pages = torch.zeros((shape.num_slots, lease), dtype=torch.int32, device=device)
+        self.num_real_rows = torch.zeros(1, dtype=torch.int32, device=device)
+        self.state = HotGroupState.allocate(shape.num_slots, shape.buffer_size, device)
+        self.oracle = Oracle(shape.num_slots, shape.buffer_size)
+        self.host_bases = torch.tensor([layer.data_ptr() for layer in self.host], device=device)
+        self.device_bases = torch.tensor([layer.data_ptr() for layer in self.kv], device=device)
+        self.free_logical = list(self.random.permutation(np.arange(1, pages + 1)))
+        self.free_device = list(self.random.permutation(np.arange(1, self.num_device_pages + 1)))
+        self.requests: dict[int, Request] = {}
+        self.wide = bool(seed % 2)  # int64 or int32 lengths and slots
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def admit(self, slot: int, *, num_pages: int, resident: float, leased: bool = True) -> None:
+        """A request of `num_pages` pages, the last one partly filled, of which a share is resident."""
+        pages = [int(self.free_logical.pop()) for _ in range(num_pages)]
+        seq_len = (num_pages - 1) * self.shape.page_size + int(self.random.integers(1, self.shape.page_size + 1))
+        self.requests[slot] = Request(pages, seq_len, leased)
+        for page in pages:
+            self._write_home(page)
+            if self.random.random() < resident:
+                self.promote(page)
+        if leased:
+            lease = [int(self.free_device.pop()) for _ in range(self.hot_pages.shape[1])]
+            self.hot_pages[slot] = torch.tensor(lease, dtype=torch.int32)
+        slots = torch.tensor([slot, slot], device=self.device)
+        self.state.reset(slots)
+        self.oracle.reset([slot])
+
+    def leave(self, slot: int) -> None:
+        request = self.requests.pop(slot)
+        for page in request.pages:
+            self.spill(page)
+        self.free_logical += self.random.permutation(request.pages).tolist()
+        if request.leased:
+            self.free_device += self.hot_pages[slot].tolist()
+            self.hot_pages[slot] = NEVER_A_LEASE
+
+    def promote(self, page: int) -> None:
+        if self.page_table[page]:
+            return
+        target = int(self.free_device.pop())
+        rows = np.arange(page * self.shape.page_size, (page + 1) * self.shape.page_size)
+        first = target * self.shape.page_size
+        for layer in range(self.shape.layers):
+            home = torch.from_numpy(home_rows(self.version[page].repeat(len(rows)), layer, rows, self.shape.row_bytes))
+            self.kv[layer, first : first + len(rows)] = home.to(self.device)
+        self.page_table[page] = target
+
+    def spill(self, page: int) -> None:
+        target = int(self.page_table[page])
+        if target:
+            self.page_table[page] = 0
+            self.kv[:, target * self.shape.page_size : (target + 1) * self.shape.page_size] = 0xDD
+            self.free_device.append(target)
+
+    def _write_home(self, page: int) -> None:
+        self.version[page] += 1
+        rows = np.arange(page * self.shape.page_size, (page + 1) * self.shape.page_size)
+        for layer in range(self.shape.layers):
+            home = home_rows(self.version[page].repeat(len(rows)), layer, rows, self.shape.row_bytes)
+            self.host[layer, rows[0] : rows[-1] + 1, : self.shape.row_bytes] = torch.from_numpy(home)
+
+    # -- one step -----------------------------------------------------------------------------------------------------
+
+    def step(
+        self,
+        top_k: dict[int, np.ndarray],
+        *,
+        seq_len_of: Callable[[Request], int] = lambda request: request.seq_len,
+        launch: Callable[..., None] = resolve,
+        strange_slot: int | None = None,
+    ) -> torch.Tensor:
+        """Resolve {request slot: positions [k]} as one batch with padding, check everything, return out."""
+        shape, slots = self.shape, list(top_k)
+        real = len(slots)
+        positions = np.full((shape.rows, shape.k), 3, dtype=np.int32)  # padded rows hold plausible positions
+        pages = np.ones((shape.rows, 2 * shape.max_pages + 1), dtype=np.int32)
+        lens, req_slots = np.full(shape.rows, 9), np.zeros(shape.rows, dtype=np.int64)
+        for row, slot in enumerate(slots):
+            request = self.requests[slot]
+            positions[row] = top_k[slot]
+            pages[row] = 0
+            pages[row, : len(request.pages)] = request.pages
+            lens[row], req_slots[row] = seq_len_of(request), slot if strange_slot is None else strange_slot
+        out = torch.full((shape.rows, shape.k), POISON_ROW, dtype=torch.int32, device=self.device)
+        width = torch.int64 if self.wide else torch.int32
+        page_rows = torch.from_numpy(pages).to(self.device)[:, : shape.max_pages]  # rows are further apart than they are long
+        self.num_real_rows.fill_(real)
+        before = self.state.header[:, 4:8].cpu().clone()
+        kv_before = self.kv.cpu().clone()
+        launch(
+            top_k=torch.from_numpy(positions).to(self.device),
+            page_rows=page_rows,
+            seq_lens=torch.from_numpy(lens).to(self.device, width),
+            req_slots=torch.from_numpy(req_slots).to(self.device, width),
+            num_real_rows=self.num_real_rows,
+            page_table=self.page_table,
+            hot_pages=self.hot_pages,
+            group=self.state,
+            host_bases=self.host_bases,
+            device_bases=self.device_bases,
+            row_bytes=shape.row_bytes,
+            page_size=shape.page_size,
+            out=out,
+            host_row_bytes=shape.host_row_bytes,
+            cluster_blocks=shape.cluster_blocks,
+            copy_method=shape.copy_method,
+        )
+        step = Step(
+            top_k=positions.tolist(),
+            page_rows=pages[:, : shape.max_pages].tolist(),
+            seq_lens=lens.tolist(),
+            req_slots=req_slots.tolist(),
+            num_real_rows=real,
+            page_table=self.page_table.tolist(),
+            hot_pages=self.hot_pages.tolist(),
+            page_size=shape.page_size,
+        )
+        answers, tags = out.tolist(), self.state.tags.tolist()
+        grown = (self.state.header[:, 4:8].cpu() - before).tolist()
+        fetched = self.oracle.check(step, answers, tags.__getitem__, grown.__getitem__)
+        self._check_bytes(step, answers, fetched, kv_before)
+        return out
+
+    def _check_bytes(
+        self, step: Step, answers: list[list[int]], fetched: dict[int, list[tuple[int, int]]], kv_before: torch.Tensor
+    ) -> None:
+        """Every returned row equals its home in every layer; nothing but fetched rows was written."""
+        kv = self.kv.cpu()
+        pairs = [
+            (step.page_rows[row][position // step.page_size] * step.page_size + position % step.page_size, answer)
+            for row in range(step.num_real_rows)
+            for position, answer in zip(step.top_k[row], answers[row], strict=True)
+            if answer >= 0
+        ]
+        if pairs:
+            home, got = np.array(pairs).T
+            for layer in range(self.shape.layers):
+                want = home_rows(self.version[home // step.page_size], layer, home, self.shape.row_bytes)
+                assert np.array_equal(kv[layer].numpy()[got], want), "a returned row differs from its home"
+        written = {row for copies in fetched.values() for _, row in copies}
+        untouched = np.setdiff1d(np.arange(kv.shape[1]), np.array(sorted(written), dtype=np.int64))
+        assert torch.equal(kv[:, untouched], kv_before[:, untouched]), "a row was written that nobody fetched"
+
+    # -- random lives -------------------------------------------------------------------------------------------------
+
+    def random_positions(self, request: Request, *, absurd: bool = True) -> np.ndarray:
+        """Positions [k]: a window that drifts, some far ones, holes, repeats and impossible ones."""
+        random, k, seq_len = self.random, self.shape.k, request.seq_len
+        start = int(random.integers(0, seq_len))
+        near = (start + random.integers(0, max(1, k // 2 + 1), size=k)) % seq_len
+        far = random.integers(0, seq_len, size=k)
+        chosen = np.where(random.random(k) < 0.7, near, far)
+        if random.random() < 0.5 and seq_len >= k:
+            chosen = random.permutation(seq_len)[:k]  # as an indexer gives them: no repeats
+        chosen[random.random(k) < random.choice([0.0, 0.1, 0.9])] = -1
+        if absurd and random.random() < 0.3:
+            odd = np.array([seq_len, seq_len + 1, 10**6, 2**31 - 1, -2, -(2**31), self.shape.max_pages * self.shape.page_size])
+            chosen[int(random.integers(0, k))] = random.choice(odd)
+        return chosen.astype(np.int32)
+
+    def random_step(self, **options: object) -> None:
+        """Requests enter and leave, pages move, then one checked resolve."""
+        random, shape = self.random, self.shape
+        for slot in range(shape.num_slots):
+            if slot in self.requests and random.random() < 0.08:
+                self.leave(slot)
+            if slot not in self.requests and random.random() < 0.4:
+                leased = random.random() < 0.85
+                share = random.choice([0.0, 0.3, 0.9, 1.0])
+                self.admit(slot, num_pages=int(random.integers(1, shape.max_pages + 1)), resident=share, leased=leased)
+        for request in self.requests.values():
+            for page in request.pages:
+                chance = random.random()
+                if chance < 0.02:
+                    self.spill(page)
+                elif chance < 0.04:
+                    self.promote(page)
+        ready = list(self.requests)
+        chosen = random.permutation(ready)[: int(random.integers(0, min(len(ready), shape.rows) + 1))] if ready else []
+        self.step({int(slot): self.random_positions(self.requests[int(slot)]) for slot in chosen}, **options)
