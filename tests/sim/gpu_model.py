@@ -180,6 +180,8 @@ class GpuModel:
     def _read_rows(self, items: Sequence[ForwardItem]) -> None:
         size = self.page_size
         for item in items:
+            if (tags := self.tags.get(item.slot)) and not {tag // size for tag in tags} <= set(item.pages):
+                raise Violation("I4", f"slot {item.slot} uses pages {item.pages}, its hot rows are of ids {list(tags)}")
             for position in item.reads:
                 page = item.pages[position // size]
                 device_page = self.table[page]

@@ -27,7 +27,9 @@ class Options:
     chunk_tokens: int
     num_families: int
     longest_pages: int
+    output_pages: int  # longest output
     p_arrive: float
+    p_twin: float  # an equal prompt arrives with it
     p_abort: float
     p_retract: float
     p_flush: float
@@ -77,7 +79,9 @@ class Options:
             chunk_tokens=rng.randint(page_size, 5 * page_size),
             num_families=rng.randint(1, 3),
             longest_pages=longest,
+            output_pages=rng.choice((1, 2, 4)),
             p_arrive=rng.uniform(0.2, 0.9),
+            p_twin=sometimes(0.8),
             p_abort=sometimes(0.15),
             p_retract=sometimes(0.15),
             p_flush=sometimes(0.1, 0.3),

@@ -187,7 +187,8 @@ class Ranks:
         return pages
 
     def clear(self) -> None:
-        """Flush: drain the GPU, cancel what was not sent, forget everything; late acknowledgements come afterwards."""
+        """Flush: drain the GPU, cancel what was not sent, forget everything; acknowledgements come afterwards or never."""
+        forgets = self.rng.random() < 0.5
         for rank in self.members:
             rank.gpu.drain()
             cancelled = [transfer.transfer_id for transfer in rank.unsent]
@@ -195,4 +196,8 @@ class Ranks:
             rank.coordinator.clear()
             rank.gpu.forget_all()
             rank.completions += [(0, transfer_id) for transfer_id in cancelled]
+            if forgets:
+                rank.completions.clear()
+                rank.gpu.completed.clear()
+                rank.late.clear()
         self.generation = [generation + 1 for generation in self.generation]

@@ -8,6 +8,7 @@ from the seed. `Simulation(seed).run()` raises Violation; there is no other verd
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import dataclass, field
 
 from sglang_hisparse.errors import InvariantError
@@ -52,12 +53,14 @@ class Batch:
 class Simulation:
     """Drives one schedule; `num_launches`, `ranks` and `options` are for reports."""
 
+    ranks_class: type[Ranks] = Ranks
+
     def __init__(self, seed: int, parts: Parts = Parts()) -> None:  # noqa: B008 (frozen)
         self.seed = seed
         self.rng = random.Random(seed)
         self.options = Options.draw(self.rng)
         self.page_size = self.options.limits.page_size
-        self.ranks = Ranks(self.options, parts, self.rng, seed)
+        self.ranks = self.ranks_class(self.options, parts, self.rng, seed)
         self.tree = RadixModel(self.page_size)
         self.free_slots = list(range(self.options.limits.num_slots - 1, 0, -1))
         self.waiting: list[Request] = []
@@ -76,7 +79,8 @@ class Simulation:
         except Violation:
             raise
         except InvariantError as error:
-            raise Violation(str(error).split(":")[0][:4].strip(), f"{error} (seed {self.seed})") from error
+            number = re.match(r"[IR]\d+", str(error))
+            raise Violation(number.group() if number else "I7", f"{error} (seed {self.seed})") from error
         except Exception as error:
             raise Violation("I7", f"{type(error).__name__}: {error} (seed {self.seed})") from error
 
@@ -86,13 +90,18 @@ class Simulation:
         rng, options, size = self.rng, self.options, self.page_size
         if self.num_requests >= options.num_requests or rng.random() >= options.p_arrive:
             return
-        self.num_requests += 1
         longest = options.longest_pages * size - 1
         prompt_len = rng.randint(1, max(1, longest - 1))
-        target_len = min(longest, prompt_len + rng.randint(1, 2 * size))
+        target_len = min(longest, prompt_len + rng.randint(1, options.output_pages * size))
         shared = rng.randint(0, prompt_len) if rng.random() < 0.5 else prompt_len
-        family, own = rng.randrange(options.num_families) * FAMILY, (self.num_requests + 100) * FAMILY
-        tokens = [family + i if i < shared else own + i for i in range(longest + 4)]
+        family = rng.randrange(options.num_families) * FAMILY
+        for _ in range(1 + (rng.random() < options.p_twin)):
+            self._enqueue(prompt_len, target_len, shared, family)
+
+    def _enqueue(self, prompt_len: int, target_len: int, shared: int, family: int) -> None:
+        self.num_requests += 1
+        own, longest = (self.num_requests + 100) * FAMILY, self.options.longest_pages * self.page_size
+        tokens = [family + i if i < shared else own + i for i in range(longest + 3)]
         self.waiting.append(Request(self.num_requests, tokens, prompt_len, target_len, prompt_len))
 
     def _trouble(self) -> None:
@@ -132,6 +141,7 @@ class Simulation:
         batch = self._next_batch()
         if batch is None and self.rng.random() < 0.3:
             self._before_forward([])  # an IDLE forward: the plan is applied, nothing is written
+        self._run_gpu()
         if self.options.overlap:
             if self.results:
                 self._process(self.results.pop())
@@ -139,10 +149,13 @@ class Simulation:
                 self.results.append(batch)
         elif batch is not None:
             self._process(batch)
+        self._run_gpu()
+        if self.rng.random() < 0.1:
+            check(self.ranks.first.coordinator)
+
+    def _run_gpu(self) -> None:
         for rank in self.ranks.members:
             rank.gpu.run(self.rng, self.rng.randint(0, self.options.gpu_ops), self.options.copy_share)
-        if self.rng.random() < 0.15:
-            check(self.ranks.first.coordinator)
 
     def _next_batch(self) -> Batch | None:
         if self.chunked is not None:
@@ -248,16 +261,13 @@ class Simulation:
         slots, ends = [item.slot for item in items], [item.end for item in items]
         is_last = [end >= request.prompt_len for request, _, end in rows]
         for rank in self.ranks.members:
-            self._launch_on(rank, items, slots, ends, is_last)
+            rank.gpu.launch(items)
+            rank.coordinator.note_launch(slots, ends, is_last)
         for (request, _, end), last in zip(rows, is_last, strict=True):
             request.seq_len = end
             if is_prefill and last:
                 self.running.append(request)
         return Batch(self.num_launches, is_prefill, [(request, request.epoch) for request, _, _ in rows])
-
-    def _launch_on(self, rank, items, slots, ends, is_last) -> None:  # type: ignore[no-untyped-def]
-        rank.gpu.launch(items)
-        rank.coordinator.note_launch(slots, ends, is_last)
 
     def _item(self, request: Request, start: int, end: int, is_prefill: bool) -> ForwardItem:
         rng, limits = self.rng, self.options.limits
@@ -373,8 +383,6 @@ class Simulation:
         else:
             raise Violation("liveness", f"not drained after {DRAIN_STEPS} steps: {self.pending()} (seed {self.seed})")
         self._settle()
-        for rank in self.ranks.members:
-            check(rank.coordinator)
         while evicted := self.tree.evict(len(self.tree.nodes)):
             self.ranks.free(evicted)
         for rank in self.ranks.members:
