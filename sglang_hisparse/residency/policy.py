@@ -66,11 +66,16 @@ class SpillPolicy:
             batch, victims = victims[:short], victims[short:]
             self.coordinator.spill(self._releasable_of(batch).tolist())
 
-    def _mixable(self, slot: int) -> np.ndarray:
-        """Pages of a request without a lease that could leave if it alone took one, oldest first."""
+    def _beyond_tail(self, slot: int) -> np.ndarray:
+        """Resident pages of a request that could leave if all their users held a lease, oldest first."""
         book = self.coordinator.book
         row = book.slot_pages[slot, : book.held_from[slot]]
-        return row[book.sealed_resident()[row] & (book.holds[row] == 0) & (book.unleased[row] == 1)]
+        return row[book.sealed_resident()[row] & (book.holds[row] == 0)]
+
+    def _mixable(self, slot: int) -> np.ndarray:
+        """Pages of a request without a lease that could leave if it alone took one, oldest first."""
+        pages = self._beyond_tail(slot)
+        return pages[self.coordinator.book.unleased[pages] == 1]
 
     def _unleased_decoding(self) -> list[int]:
         book = self.coordinator.book
@@ -148,7 +153,8 @@ class SpillPolicy:
         """`always_host`: every sealed page of a decoding request beyond its tail leaves, however much is free."""
         coordinator, book = self.coordinator, self.coordinator.book
         for slot in self._unleased_decoding():
-            if not self._mixable(slot).size:
+            # Also where every such page is shared: its other users get their leases in this very loop.
+            if not self._beyond_tail(slot).size:
                 continue
             if coordinator.device_pages.num_free >= coordinator.limits.hot_pages:
                 coordinator.acquire_lease(slot)
