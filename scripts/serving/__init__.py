@@ -1,0 +1,1 @@
+"""Shared pieces of the serving scripts: checkpoint construction, server processes, HTTP client, result files."""
