@@ -4,7 +4,6 @@ Owns argument parsing and what is printed; the work is done by the modules that 
 that `--help` needs neither torch nor SGLang. It holds no setting of its own and never starts a server.
 """
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,6 +15,7 @@ from rich.table import Table
 from sglang_hisparse import __version__
 from sglang_hisparse.config import HiSparseConfig, ModelFacts, describe, parse_config, reference_markdown
 from sglang_hisparse.errors import ConfigError, HiSparseError
+from sglang_hisparse.replay.command import replay
 
 console = Console()
 errors = Console(stderr=True)
@@ -146,10 +146,7 @@ def build(
     console.print(f"cached in {cache_folder()}", highlight=False, soft_wrap=True)
 
 
-if importlib.util.find_spec("sglang_hisparse.replay.command") is not None:
-    from sglang_hisparse.replay.command import replay
-
-    app.command()(replay)
+app.command()(replay)
 
 
 if __name__ == "__main__":
