@@ -35,6 +35,13 @@ void copy_pages(TensorView host_bases, TensorView device_bases, TensorView host_
   launch_on(host_pages.device(), launch_copy_pages, params, "copy_pages");
 }
 
+void gather_rows(TensorView host_bases, TensorView device_bases, TensorView host_rows, TensorView device_rows, int64_t row_bytes,
+                 int64_t host_row_bytes, int64_t max_blocks) {
+  const GatherRowsParams params =
+      make_gather_rows_params(host_bases, device_bases, host_rows, device_rows, row_bytes, host_row_bytes, max_blocks);
+  launch_on(host_rows.device(), launch_gather_rows, params, "gather_rows");
+}
+
 void audit(TensorView rows, TensorView top_k, TensorView page_rows, TensorView seq_lens, TensorView num_real_rows, TensorView page_table,
            TensorView host_bases, TensorView device_bases, int64_t row_bytes, int64_t page_size, TensorView counts) {
   const AuditTensors tensors{rows, top_k, page_rows, seq_lens, num_real_rows, page_table, host_bases, device_bases, counts};
@@ -50,5 +57,6 @@ void translate(TensorView ids, TensorView page_table, TensorView out, int64_t pa
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(resolve, hisparse::resolve);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(copy_pages, hisparse::copy_pages);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather_rows, hisparse::gather_rows);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(audit, hisparse::audit);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(translate, hisparse::translate);

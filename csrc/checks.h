@@ -170,6 +170,31 @@ inline CopyPagesParams make_copy_pages_params(const TensorView& host_bases, cons
   return p;
 }
 
+inline GatherRowsParams make_gather_rows_params(const TensorView& host_bases, const TensorView& device_bases, const TensorView& host_rows,
+                                                const TensorView& device_rows, int64_t row_bytes, int64_t host_row_bytes,
+                                                int64_t max_blocks) {
+  const DLDeviceType device = host_rows.device().device_type == kDLCUDAHost ? kDLCPU : host_rows.device().device_type;
+  const auto expect = [&](const char* name) { return Expected{name, 1, device, host_rows.device().device_id}; };
+  GatherRowsParams p{};
+  p.host_bases = int64_data(host_bases, expect("host_bases"));
+  p.device_bases = int64_data(device_bases, expect("device_bases"));
+  p.host_rows = int32_data(host_rows, expect("host_rows"));
+  p.device_rows = int32_data(device_rows, expect("device_rows"));
+  check_size("device_bases", device_bases.size(0), host_bases.size(0));
+  check_size("device_rows", device_rows.size(0), host_rows.size(0));
+  TVM_FFI_CHECK(row_bytes > 0 && row_bytes % 16 == 0, ValueError) << "row_bytes must be a multiple of 16, not " << row_bytes;
+  TVM_FFI_CHECK(host_row_bytes >= row_bytes && host_row_bytes % 16 == 0, ValueError)
+      << "host_row_bytes must be a multiple of 16 and at least row_bytes, not " << host_row_bytes;
+  TVM_FFI_CHECK(max_blocks >= 1 && max_blocks <= 1024, ValueError) << "max_blocks must be 1 to 1024, not " << max_blocks;
+  TVM_FFI_CHECK(host_rows.size(0) * host_bases.size(0) <= INT32_MAX, ValueError) << "too many rows";
+  p.host_row_bytes = host_row_bytes;
+  p.rows = static_cast<int32_t>(host_rows.size(0));
+  p.layers = static_cast<int32_t>(host_bases.size(0));
+  p.row_bytes = static_cast<int32_t>(row_bytes);
+  p.max_blocks = static_cast<int32_t>(max_blocks);
+  return p;
+}
+
 struct AuditTensors {
   TensorView rows, top_k, page_rows, seq_lens, num_real_rows, page_table, host_bases, device_bases, counts;
 };

@@ -6,6 +6,7 @@ namespace hisparse {
 
 int launch_resolve(const ResolveParams& params, void* stream);
 int launch_copy_pages(const CopyPagesParams& params, void* stream);
+int launch_gather_rows(const GatherRowsParams& params, void* stream);
 int launch_audit(const AuditParams& params, void* stream);
 int launch_translate(const TranslateParams& params, void* stream);
 

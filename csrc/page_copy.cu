@@ -1,8 +1,8 @@
 // Page-wise copies between the host tier and the device, and the two address translations outside the resolver.
 #include <algorithm>
 
-#include "intrinsics.cuh"
 #include "launch.h"
+#include "rows.cuh"
 
 namespace hisparse {
 namespace {
@@ -33,6 +33,26 @@ __global__ void __launch_bounds__(kCopyThreads) copy_pages_kernel(const __grid_c
     for (int v = 0; v < kCopyVectors; v++)
       if (first + v * kCopyThreads < page_vectors) target[first + v * kCopyThreads] = held[v];
   }
+}
+
+struct ListedRows {
+  const GatherRowsParams& p;
+
+  __device__ __forceinline__ int total() const { return p.rows * p.layers; }
+  __device__ __forceinline__ const int4* source(int row) const {
+    const int index = p.layers == 1 ? row : row / p.layers;
+    return reinterpret_cast<const int4*>(p.host_bases[row - index * p.layers] + p.host_rows[index] * p.host_row_bytes);
+  }
+  __device__ __forceinline__ int4* target(int row) const {
+    const int index = p.layers == 1 ? row : row / p.layers;
+    return reinterpret_cast<int4*>(p.device_bases[row - index * p.layers] + int64_t{p.device_rows[index]} * p.row_bytes);
+  }
+};
+
+template <int kPasses>
+__global__ void __launch_bounds__(kThreads, 1) gather_rows_kernel(const __grid_constant__ GatherRowsParams p) {
+  const int warp = static_cast<int>(blockIdx.x) + static_cast<int>(gridDim.x) * (static_cast<int>(threadIdx.x) / 32);
+  copy_rows_by_loads<2, kPasses>(ListedRows{p}, p.row_bytes, warp, kWarps * static_cast<int>(gridDim.x), [] {});
 }
 
 // One warp an entry; every entry of a host-only page is compared with its host row, in all layers.
@@ -87,6 +107,20 @@ int launch_copy_pages(const CopyPagesParams& params, void* stream) {
   const int64_t items = (params.page_bytes + chunk_bytes - 1) / chunk_bytes * params.layers * params.pages;
   const int blocks = static_cast<int>(std::min<int64_t>(items, params.max_blocks));
   copy_pages_kernel<<<blocks, kCopyThreads, 0, static_cast<cudaStream_t>(stream)>>>(params);
+  return cudaGetLastError();
+}
+
+int launch_gather_rows(const GatherRowsParams& params, void* stream) {
+  const int rows = params.rows * params.layers;
+  if (rows == 0) return cudaSuccess;
+  const int blocks = std::min(rows, params.max_blocks);
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  if (params.row_bytes <= 2 * 512)
+    gather_rows_kernel<2><<<blocks, kThreads, 0, cuda_stream>>>(params);
+  else if (params.row_bytes <= 3 * 512)
+    gather_rows_kernel<3><<<blocks, kThreads, 0, cuda_stream>>>(params);
+  else
+    gather_rows_kernel<0><<<blocks, kThreads, 0, cuda_stream>>>(params);
   return cudaGetLastError();
 }
 

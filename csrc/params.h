@@ -73,6 +73,15 @@ struct CopyPagesParams {
   int32_t pages, layers, direction, max_blocks;
 };
 
+struct GatherRowsParams {
+  const int64_t* host_bases;    // [layers] address of host row 0
+  const int64_t* device_bases;  // [layers] address of device row 0
+  const int32_t* host_rows;     // [rows]
+  const int32_t* device_rows;   // [rows]
+  int64_t host_row_bytes;
+  int32_t rows, layers, row_bytes, max_blocks;
+};
+
 struct AuditParams {
   const int32_t* rows;           // [num_rows, k] answers of the resolver
   const int32_t* top_k;          // the rest as in ResolveParams

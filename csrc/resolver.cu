@@ -54,9 +54,11 @@ cudaError_t launch(const ResolveParams& params, const DeviceLimits& limits, cuda
   return cudaLaunchKernelEx(&config, kernel, params, table_bits, stages);
 }
 
+// The largest buffers have no registers to spare for bulk copies and take plain loads.
 template <int kGroups>
 cudaError_t launch_method(const ResolveParams& params, const DeviceLimits& limits, cudaStream_t stream) {
-  if (params.copy_method == kCopyBulk) return launch<kGroups, kCopyBulk>(params, limits, stream);
+  if constexpr (kGroups < 8)
+    if (params.copy_method == kCopyBulk) return launch<kGroups, kCopyBulk>(params, limits, stream);
   if (params.copy_method == kCopyNone) return launch<kGroups, kCopyNone>(params, limits, stream);
   if (params.row_bytes <= 2 * 512) return launch<kGroups, kCopyLoads, 2>(params, limits, stream);
   if (params.row_bytes <= 3 * 512) return launch<kGroups, kCopyLoads, 3>(params, limits, stream);

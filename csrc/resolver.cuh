@@ -481,7 +481,7 @@ __global__ void __launch_bounds__(kThreads, 1) resolve_kernel(const __grid_const
   place_victims<kGroups>(own, threshold, sums.before + upto - candidates, fetched, s);
   __syncthreads();
 
-  const RowPlan plan{s.wanted, s.miss_entry, s.victim, s.hot_pages, block_rank, blocks, fetched};
+  const MissRows rows{p, s.wanted, s.miss_entry, s.victim, s.hot_pages, block_rank, blocks, fetched};
   const auto finish = [&] {
     if (blocks > 1) {
       __syncwarp();
@@ -499,8 +499,8 @@ __global__ void __launch_bounds__(kThreads, 1) resolve_kernel(const __grid_const
     if (warp == 0) add_counters(state.header(p), s, -misses, fetched, misses - fetched);
     write_state<kGroups>(p, s, state, own, fetched, now);
   };
-  if constexpr (kCopy == kCopyLoads) copy_rows_by_loads<kPasses == 2 ? 2 : 1, kPasses>(p, plan, finish);
-  if constexpr (kCopy == kCopyBulk) copy_rows_by_bulk(p, plan, s.ring, ring_stages, finish);
+  if constexpr (kCopy == kCopyLoads) copy_rows_by_loads<kPasses == 2 ? 2 : 1, kPasses>(rows, p.row_bytes, warp, kWarps, finish);
+  if constexpr (kCopy == kCopyBulk) copy_rows_by_bulk(rows, p.row_bytes, s.ring, ring_stages, finish);
   if constexpr (kCopy == kCopyNone) finish();
 }
 

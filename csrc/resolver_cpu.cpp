@@ -202,6 +202,17 @@ void copy_pages(TensorView host_bases, TensorView device_bases, TensorView host_
     }
 }
 
+void gather_rows(TensorView host_bases, TensorView device_bases, TensorView host_rows, TensorView device_rows, int64_t row_bytes,
+                 int64_t host_row_bytes, int64_t max_blocks) {
+  require_cpu(host_rows, "gather_rows");
+  const GatherRowsParams p =
+      make_gather_rows_params(host_bases, device_bases, host_rows, device_rows, row_bytes, host_row_bytes, max_blocks);
+  for (int32_t row = 0; row < p.rows; row++)
+    for (int32_t layer = 0; layer < p.layers; layer++)
+      std::memcpy(reinterpret_cast<char*>(p.device_bases[layer] + int64_t{p.device_rows[row]} * p.row_bytes),
+                  reinterpret_cast<const char*>(p.host_bases[layer] + p.host_rows[row] * p.host_row_bytes), p.row_bytes);
+}
+
 // Host row of a valid entry whose page is host-only, else -1.
 int64_t host_only_row(const AuditParams& p, int64_t row, int64_t position) {
   const int64_t page = position >> p.page_shift;
@@ -256,5 +267,6 @@ void translate(TensorView ids, TensorView page_table, TensorView out, int64_t pa
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(resolve, hisparse::resolve);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(copy_pages, hisparse::copy_pages);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather_rows, hisparse::gather_rows);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(audit, hisparse::audit);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(translate, hisparse::translate);

@@ -163,7 +163,7 @@ class Oracle:
         for host_row, hot_slot in place.items():
             model.held[hot_slot], model.used[hot_slot] = host_row, now
         model.clock += len(misses) + CLOCK_PER_STEP
-        return [(host_row, out[i]) for host_row in misses for i in [min(i for i, h in expected.wanted.items() if h == host_row)]]
+        return [(host_row, lease[hot_slot // step.page_size] * step.page_size + hot_slot % step.page_size) for host_row, hot_slot in zip(misses, victims, strict=True)]
 
     def _victims(self, model: HotModel, hits: set[int], needed: int) -> list[int]:
         now = model.clock // self.unit

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -129,65 +130,64 @@ class World:
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
-    def step(
+    def launch_arguments(
         self,
         top_k: dict[int, np.ndarray],
         *,
         seq_len_of: Callable[[Request], int] = lambda request: request.seq_len,
-        launch: Callable[..., None] = resolve,
         strange_slot: int | None = None,
-    ) -> torch.Tensor:
-        """Resolve {request slot: positions [k]} as one batch with padding, check everything, return out."""
-        shape, slots = self.shape, list(top_k)
-        real = len(slots)
+    ) -> dict[str, Any]:
+        """Arguments of `resolve` for {request slot: positions [k]} as one batch with padding; outputs are poisoned."""
+        shape = self.shape
         positions = np.full((shape.rows, shape.k), 3, dtype=np.int32)  # padded rows hold plausible positions
         pages = np.ones((shape.rows, 2 * shape.max_pages + 1), dtype=np.int32)
         lens, req_slots = np.full(shape.rows, 9), np.zeros(shape.rows, dtype=np.int64)
-        for row, slot in enumerate(slots):
+        for row, slot in enumerate(top_k):
             request = self.requests[slot]
             positions[row] = top_k[slot]
             pages[row] = 0
             pages[row, : len(request.pages)] = request.pages
             lens[row], req_slots[row] = seq_len_of(request), slot if strange_slot is None else strange_slot
-        out = torch.full((shape.rows, shape.k), POISON_ROW, dtype=torch.int32, device=self.device)
+        self.num_real_rows.fill_(len(top_k))
         width = torch.int64 if self.wide else torch.int32
-        page_rows = torch.from_numpy(pages).to(self.device)[:, : shape.max_pages]  # rows are further apart than they are long
-        self.num_real_rows.fill_(real)
+        return {
+            "top_k": torch.from_numpy(positions).to(self.device),
+            # Rows are further apart than they are long.
+            "page_rows": torch.from_numpy(pages).to(self.device)[:, : shape.max_pages],
+            "seq_lens": torch.from_numpy(lens).to(self.device, width),
+            "req_slots": torch.from_numpy(req_slots).to(self.device, width),
+            "num_real_rows": self.num_real_rows,
+            "page_table": self.page_table,
+            "hot_pages": self.hot_pages,
+            "group": self.state,
+            "host_bases": self.host_bases,
+            "device_bases": self.device_bases,
+            "row_bytes": shape.row_bytes,
+            "page_size": shape.page_size,
+            "out": torch.full((shape.rows, shape.k), POISON_ROW, dtype=torch.int32, device=self.device),
+            "host_row_bytes": shape.host_row_bytes,
+            "cluster_blocks": shape.cluster_blocks,
+            "copy_method": shape.copy_method,
+        }
+
+    def step(self, top_k: dict[int, np.ndarray], *, launch: Callable[..., None] = resolve, **options: Any) -> torch.Tensor:
+        """Resolve as `launch_arguments` says, check everything, return out."""
+        arguments = self.launch_arguments(top_k, **options)
         before = self.state.header[:, 4:8].cpu().clone()
         kv_before = self.kv.cpu().clone()
-        launch(
-            top_k=torch.from_numpy(positions).to(self.device),
-            page_rows=page_rows,
-            seq_lens=torch.from_numpy(lens).to(self.device, width),
-            req_slots=torch.from_numpy(req_slots).to(self.device, width),
-            num_real_rows=self.num_real_rows,
-            page_table=self.page_table,
-            hot_pages=self.hot_pages,
-            group=self.state,
-            host_bases=self.host_bases,
-            device_bases=self.device_bases,
-            row_bytes=shape.row_bytes,
-            page_size=shape.page_size,
-            out=out,
-            host_row_bytes=shape.host_row_bytes,
-            cluster_blocks=shape.cluster_blocks,
-            copy_method=shape.copy_method,
-        )
+        launch(**arguments)
         step = Step(
-            top_k=positions.tolist(),
-            page_rows=pages[:, : shape.max_pages].tolist(),
-            seq_lens=lens.tolist(),
-            req_slots=req_slots.tolist(),
-            num_real_rows=real,
+            **{name: arguments[name].tolist() for name in ("top_k", "page_rows", "seq_lens", "req_slots")},
+            num_real_rows=len(top_k),
             page_table=self.page_table.tolist(),
             hot_pages=self.hot_pages.tolist(),
-            page_size=shape.page_size,
+            page_size=self.shape.page_size,
         )
-        answers, tags = out.tolist(), self.state.tags.tolist()
+        answers, tags = arguments["out"].tolist(), self.state.tags.tolist()
         grown = (self.state.header[:, 4:8].cpu() - before).tolist()
         fetched = self.oracle.check(step, answers, tags.__getitem__, grown.__getitem__)
         self._check_bytes(step, answers, fetched, kv_before)
-        return out
+        return arguments["out"]
 
     def _check_bytes(
         self, step: Step, answers: list[list[int]], fetched: dict[int, list[tuple[int, int]]], kv_before: torch.Tensor
@@ -226,7 +226,7 @@ class World:
             chosen[int(random.integers(0, k))] = random.choice(odd)
         return chosen.astype(np.int32)
 
-    def random_step(self, **options: object) -> None:
+    def random_step(self, **options: Any) -> None:
         """Requests enter and leave, pages move, then one checked resolve."""
         random, shape = self.random, self.shape
         for slot in range(shape.num_slots):

@@ -1,6 +1,7 @@
 """Page-wise copies between the host tier and the device pool: all layers of all pages in one launch.
 
-Called by the transfer worker (mirror and promote), on its copy stream. Decides nothing and waits for nothing.
+Called by the transfer worker (mirror and promote), on its copy stream. Decides nothing and waits for nothing. `gather_rows` is
+the same for a list of scattered rows: what the link allows the resolver at most.
 """
 
 from __future__ import annotations
@@ -37,4 +38,29 @@ def copy_pages(
     """
     library_of(host_pages).copy_pages(
         host_bases, device_bases, host_pages, device_pages, int(direction), page_bytes, max_blocks
+    )
+
+
+def gather_rows(
+    *,
+    host_bases: torch.Tensor,
+    device_bases: torch.Tensor,
+    host_rows: torch.Tensor,
+    device_rows: torch.Tensor,
+    row_bytes: int,
+    host_row_bytes: int | None = None,
+    max_blocks: int = 8,
+) -> None:
+    """Copy row host_rows[i] of every layer to device_rows[i], on the current stream; rows int32 [n], targets distinct.
+
+    Bases, devices and errors as in `copy_pages`; row_bytes a multiple of 16, a host row every `host_row_bytes`.
+    """
+    library_of(host_rows).gather_rows(
+        host_bases,
+        device_bases,
+        host_rows,
+        device_rows,
+        row_bytes,
+        row_bytes if host_row_bytes is None else host_row_bytes,
+        max_blocks,
     )
