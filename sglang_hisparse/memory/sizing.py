@@ -40,11 +40,15 @@ from sglang_hisparse.layout import (
     logical_tokens,
     plan_memory,
 )
+from sglang_hisparse.validation import check_host_memory
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 
 logger = logging.getLogger(__name__)
+
+UNBOUNDED_BYTES = 1 << 60
+"""Host memory in the question of how much a ratio would need."""
 
 
 class _Plan:
@@ -140,19 +144,36 @@ def _min_over_ranks(value: int) -> int:
 
 
 def make_plan(configurator: KVCacheConfigurator, device_bytes: int, resolved: ResolvedConfig) -> MemoryPlan:
-    """Divide device_bytes and this machine's host memory for the configurator's model. Raises ConfigError."""
+    """Divide device_bytes and this machine's host memory for the configurator's model. Raises ConfigError.
+
+    A ratio that was given is kept or refused: only host_pool_gib, which is a cap by its meaning, may shrink it.
+    """
     shape = kv_shape(configurator)
     # SGLang counts slots from the tokens it gets later; they cannot be more than for a pool of KV rows alone.
     num_slots = configurator.resolve_max_num_reqs(device_bytes // shape.kv_token_bytes) + 1
-    return plan_memory(
-        shape,
-        hot_shape(num_slots, shape.num_leaders, resolved),
-        device_bytes=device_bytes,
-        available_host_bytes=host_bytes_per_rank(),
-        ratio=resolved.host_to_device_ratio,
-        host_pool_bytes=resolved.host_pool_bytes,
-        max_device_tokens=get_schedule().max_total_tokens,
-    )
+    host_bytes, cap = host_bytes_per_rank(), resolved.host_pool_bytes
+
+    def plan(ratio: float | None, available_host_bytes: int, host_pool_bytes: int | None = None) -> MemoryPlan:
+        return plan_memory(
+            shape,
+            hot_shape(num_slots, shape.num_leaders, resolved),
+            device_bytes=device_bytes,
+            available_host_bytes=available_host_bytes,
+            ratio=ratio,
+            host_pool_bytes=host_pool_bytes,
+            max_device_tokens=get_schedule().max_total_tokens,
+        )
+
+    ratio = resolved.host_to_device_ratio
+    if ratio is not None and (cap is None or cap > host_bytes):
+        check_host_memory(
+            plan(ratio, UNBOUNDED_BYTES).host_bytes,
+            host_bytes * ranks_per_host(),
+            ranks_per_host(),
+            ratio=ratio,
+            bytes_at_ratio=lambda smaller: plan(smaller, UNBOUNDED_BYTES).host_bytes,
+        )
+    return plan(ratio, host_bytes, cap)
 
 
 def token_bytes(plan: MemoryPlan, device_bytes: int, max_device_tokens: int | None) -> int:
@@ -181,7 +202,7 @@ def around_profile_available_bytes(
     settings.fix_ratio(plan.ratio)
     if plan.host_bound:
         logger.warning(
-            "host_to_device_ratio: %g shrinks to %.4g, since host memory holds %d tokens per rank",
+            "host_to_device_ratio: %g shrinks to %.4g, since host_pool_gib holds %d tokens per rank",
             plan.requested_ratio,
             plan.ratio,
             plan.host_tokens,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -19,12 +20,12 @@ from sglang.srt.runtime_context import get_context, get_parallel
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from transformers import PretrainedConfig
 
-from sglang_hisparse.errors import ConfigError, InvariantError
+from sglang_hisparse import settings
+from sglang_hisparse.errors import ConfigError, HiSparseError, InvariantError
 from sglang_hisparse.kernels.hot_state import HotGroupState
 from sglang_hisparse.layout import GIB
 from sglang_hisparse.memory import sizing
 from sglang_hisparse.memory.pool import HiSparsePool
-from sglang_hisparse.memory.sizing import SizingRequest
 
 V32 = {"num_hidden_layers": 61}
 GLM = {"num_hidden_layers": 78, "index_topk_freq": 4, "index_skip_topk_offset": 3}
@@ -32,7 +33,8 @@ BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 
 
 def hf_config(**values: Any) -> PretrainedConfig:
-    return PretrainedConfig(architectures=["DeepseekV32ForCausalLM"], index_topk=2048, index_head_dim=128, **values)
+    values = {"index_topk": 2048, "index_head_dim": 128, **values}
+    return PretrainedConfig(architectures=["DeepseekV32ForCausalLM"], **values)
 
 
 def make_configurator(model: dict[str, Any], dtype: torch.dtype, *, draft: bool = False) -> KVCacheConfigurator:
@@ -62,8 +64,17 @@ def make_configurator(model: dict[str, Any], dtype: torch.dtype, *, draft: bool 
 
 
 @contextmanager
-def published(ratio: float | None = 4, **server_args: Any) -> Iterator[None]:
-    text = json.dumps({"device_buffer_size": 4096} | ({} if ratio is None else {"host_to_device_ratio": ratio}))
+def published(
+    ratio: float | None = 4, *, host_pool_gib: float | None = None, device_buffer_size: int = 4096, **server_args: Any
+) -> Iterator[None]:
+    """SGLang's configuration as it stands once --hisparse-config holds these keys."""
+    keys = {
+        "device_buffer_size": device_buffer_size,
+        "host_to_device_ratio": ratio,
+        "host_pool_gib": host_pool_gib,
+    }
+    text = json.dumps({key: value for key, value in keys.items() if value is not None})
+    settings.reset()
     override = get_context().override_server_args(
         enable_hisparse=True, hisparse_config=text, page_size=64, max_running_requests=64, **server_args
     )
@@ -85,22 +96,12 @@ def test_state_bytes_are_the_kernels() -> None:
 @pytest.fixture
 def hooked(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """SGLang with our functions around its own; `free` is what it measures, `host` what may be pinned."""
-    provider = sizing._sizing.provider
-    state = SimpleNamespace(
-        free=40 * GIB, host=4_000 * GIB, request=SizingRequest(4, None, 4096, 2048, hot_state_bytes)
-    )
-    sizing.bind(lambda: state.request)
+    state = SimpleNamespace(free=40 * GIB, host=4_000 * GIB)
+    monkeypatch.setattr(sizing._Plan, "current", None)
     monkeypatch.setattr(sizing, "available_host_memory_bytes", lambda **_: state.host + 10 * GIB)
     cell = DefaultPoolConfigurator._compute_dsa_indexer_cell_size
     capacity = KVCacheConfigurator.logical_token_capacity
     elide = kv_cache_configurator._should_elide_dsa_index_k
-    parse = factory._parse_sparse_config
-
-    def parse_with_ratio() -> Any:
-        config = parse()
-        config.host_to_device_ratio = sizing.current_ratio()
-        return config
-
     monkeypatch.setattr(
         DefaultPoolConfigurator,
         "_compute_dsa_indexer_cell_size",
@@ -121,9 +122,9 @@ def hooked(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
         "_should_elide_dsa_index_k",
         lambda **kwargs: sizing.around_should_elide_dsa_index_k(elide, **kwargs),
     )
-    monkeypatch.setattr(factory, "_parse_sparse_config", parse_with_ratio)
+    monkeypatch.setattr(factory, "_parse_sparse_config", settings.sparse_config)
     yield state
-    sizing.bind(provider)
+    settings.reset()
 
 
 @pytest.mark.parametrize(
@@ -140,9 +141,9 @@ def test_cell_size_by_hand(
     hooked: SimpleNamespace, model: dict[str, Any], dtype: torch.dtype, ratio: float, cell: int
 ) -> None:
     """Goal: bytes per device token of V3.2 and GLM-5.x. Method: SGLang's configurator against hand arithmetic."""
-    hooked.request = SizingRequest(ratio, None, 4096, 2048, hot_state_bytes)
     with published(ratio):
         configurator = make_configurator(model, dtype)
+        settings.resolve(configurator.model_config)
         assert DefaultPoolConfigurator(configurator)._cell_size == cell
 
 
@@ -160,15 +161,16 @@ def test_sglang_arrives_at_the_plan(
     hooked: SimpleNamespace, model: dict[str, Any], dtype: torch.dtype, ratio: float | None, host_gib: int
 ) -> None:
     """Goal: device and logical tokens are those planned. Method: SGLang's real resolution after our measurement."""
-    hooked.request, hooked.host = SizingRequest(ratio, None, 4096, 2048, hot_state_bytes), host_gib * GIB
-    with published(ratio):
+    hooked.host = host_gib * GIB
+    # A derived ratio is bound by the host itself, a given one by the cap.
+    with published(ratio, host_pool_gib=None if ratio is None else host_gib):
         configurator = make_configurator(model, dtype)
         config = configurator._resolve_memory_pool_config(80)
         plan = sizing.current_plan()
         assert plan is not None and config.max_total_num_tokens == plan.device_tokens > 100_000
         capacity = configurator.logical_token_capacity(max_total_num_tokens=config.max_total_num_tokens)
         assert capacity == plan.logical_tokens
-        assert sizing.current_ratio() == plan.ratio <= (ratio or 100)
+        assert settings.ratio() == plan.ratio <= (ratio or 100)
     assert plan.device_bytes <= hooked.free and plan.host_bytes <= hooked.host
     assert config.max_running_requests == 64 and plan.hot.num_slots == 65
     assert plan.hot_state_bytes == plan.shape.num_leaders * hot_state_bytes(65, 4096) + 65 * 2048 * 4
@@ -177,7 +179,6 @@ def test_sglang_arrives_at_the_plan(
 def test_users_cap_on_tokens(hooked: SimpleNamespace, caplog: pytest.LogCaptureFixture) -> None:
     """Goal: max_total_tokens caps device tokens without a false warning. Method: SGLang's resolution with 200,000."""
     with published(8, max_total_tokens=200_000):
-        hooked.request = SizingRequest(8, None, 4096, 2048, hot_state_bytes)
         config = make_configurator(V32, BF16)._resolve_memory_pool_config(80)
     plan = sizing.current_plan()
     assert plan is not None and config.max_total_num_tokens == plan.device_tokens == 200_000 // 64 * 64
@@ -215,8 +216,9 @@ def test_draft_workers_and_plain_servers_are_left_alone(hooked: SimpleNamespace)
 def test_the_pool_takes_what_the_plan_says(hooked: SimpleNamespace) -> None:
     """Goal: planned bytes are allocated bytes. Method: SGLang builds our pool of a small model from a small budget."""
     model = {"num_hidden_layers": 8, "index_topk_freq": 4, "index_skip_topk_offset": 3}
-    hooked.free, hooked.request = 96 << 20, SizingRequest(3.3, None, 128, 64, hot_state_bytes)
-    with published(3.3), pytest.MonkeyPatch.context() as patch:
+    model["index_topk"] = 64
+    hooked.free = 96 << 20
+    with published(3.3, device_buffer_size=128), pytest.MonkeyPatch.context() as patch:
         patch.setattr(kv_cache_configurator, "HiSparseDSATokenToKVPool", HiSparsePool)
         patch.setattr(kv_cache_configurator, "reject_out_of_tree_path", lambda *_, **__: None)
         configurator = make_configurator(model, BF16)
@@ -240,21 +242,63 @@ def test_the_pool_takes_what_the_plan_says(hooked: SimpleNamespace) -> None:
 
 def test_ratio_before_the_plan(hooked: SimpleNamespace) -> None:
     """Goal: a ratio that is still to be derived is never taken for a number. Method: ask before sizing."""
-    assert sizing.current_ratio() == 4
-    hooked.request = SizingRequest(None, None, 4096, 2048, hot_state_bytes)
-    assert sizing.current_ratio() is None
-    with published(None), pytest.raises(InvariantError):
-        make_configurator(GLM, FP8).logical_token_capacity(max_total_num_tokens=640)
+    with published(None):
+        with pytest.raises(HiSparseError, match="before the pools are sized"):
+            settings.resolved()
+        settings.resolve(make_configurator(GLM, FP8).model_config)
+        with pytest.raises(HiSparseError, match="before sizing has derived it"):
+            settings.ratio()
+        with pytest.raises(HiSparseError, match="before sizing has derived it"):
+            make_configurator(GLM, FP8).logical_token_capacity(max_total_num_tokens=640)
     with pytest.raises(InvariantError):
         sizing.plan_as_built(640, 9)
 
 
-def test_a_shrunken_ratio_is_said(hooked: SimpleNamespace, caplog: pytest.LogCaptureFixture) -> None:
-    """Goal: the log says when the host holds less than was asked for. Method: ratio 10 and 100 GiB."""
-    hooked.host, hooked.request = 100 * GIB, SizingRequest(10, None, 4096, 2048, hot_state_bytes)
-    with published(10):
+def test_a_ratio_that_the_host_cannot_hold_is_refused(hooked: SimpleNamespace) -> None:
+    """Goal: no server runs with another ratio than was asked for. Method: ratio 10 and 100 GiB; try the named figures."""
+    hooked.host = 100 * GIB
+    with published(10), pytest.raises(ConfigError) as caught:
         make_configurator(GLM, FP8)._resolve_memory_pool_config(80)
-    assert "host_to_device_ratio: 10 shrinks to" in caplog.text
+    message = str(caught.value)
+    assert "\n" not in message and message.startswith("host_to_device_ratio: 10.0 needs ")
+    ratio, gib = re.search(r"allowed: host_pool_gib ([0-9.]+), or host_to_device_ratio ([0-9.]+)$", message).group(2, 1)
+    assert sizing.current_plan() is None
+    with published(float(ratio)):
+        make_configurator(GLM, FP8)._resolve_memory_pool_config(80)
+    assert sizing.current_plan().ratio == float(ratio) and sizing.current_plan().host_bytes <= hooked.host
+    with published(float(ratio) + 0.01), pytest.raises(ConfigError, match="^host_to_device_ratio: "):
+        make_configurator(GLM, FP8)._resolve_memory_pool_config(80)
+    with published(10, host_pool_gib=float(gib)):
+        make_configurator(GLM, FP8)._resolve_memory_pool_config(80)
+    assert 1 < sizing.current_plan().ratio < 10 and sizing.current_plan().host_bytes <= float(gib) * GIB
+
+
+def test_a_cap_above_the_host_does_not_save_a_ratio(hooked: SimpleNamespace) -> None:
+    """Goal: host_pool_gib is a cap, not a permit. Method: ratio 10 and 100 GiB of host under a cap of 200 GiB."""
+    hooked.host = 100 * GIB
+    with published(10, host_pool_gib=200), pytest.raises(ConfigError, match="^host_to_device_ratio: 10.0 needs "):
+        make_configurator(GLM, FP8)._resolve_memory_pool_config(80)
+
+
+def test_a_ratio_that_fits_ignores_a_larger_cap(hooked: SimpleNamespace, caplog: pytest.LogCaptureFixture) -> None:
+    """Goal: a cap that does not bind changes nothing. Method: ratio 2 with and without one."""
+    plans = []
+    for cap in (None, 3_000):
+        with published(2, host_pool_gib=cap):
+            make_configurator(GLM, FP8)._resolve_memory_pool_config(80)
+        plans.append(sizing.current_plan())
+    assert plans[0].ratio == plans[1].ratio == 2 and plans[0].logical_tokens == plans[1].logical_tokens
+    assert "shrinks" not in caplog.text
+
+
+@pytest.mark.parametrize("ratio", [10, None])
+def test_a_cap_shrinks_the_ratio(hooked: SimpleNamespace, caplog: pytest.LogCaptureFixture, ratio: float | None) -> None:
+    """Goal: host_pool_gib bounds a given and a derived ratio, and says so where one was asked for. Method: 100 GiB."""
+    with published(ratio, host_pool_gib=100):
+        make_configurator(GLM, FP8)._resolve_memory_pool_config(80)
+    plan = sizing.current_plan()
+    assert 99 * GIB < plan.host_bytes <= 100 * GIB and settings.ratio() == plan.ratio < 10
+    assert ("host_to_device_ratio: 10 shrinks to" in caplog.text) == (ratio is not None)
 
 
 def test_reserve_shrinks_on_small_machines(hooked: SimpleNamespace) -> None:
