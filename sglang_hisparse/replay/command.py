@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from sglang_hisparse.errors import ConfigError, InvariantError
 from sglang_hisparse.replay.options import ReplayOptions
 from sglang_hisparse.replay.profiles import PROFILES
 from sglang_hisparse.residency import Mirroring, ResidencyMode
@@ -25,10 +26,13 @@ if TYPE_CHECKING:
 _DEFAULTS = ReplayOptions()
 ProfileName = Enum("ProfileName", {name: name for name in ("mix", *PROFILES)}, type=str)
 FaultName = Enum("FaultName", {name: name for name in ("host-byte", "promotion", "table", "wait", "hot-rows")}, type=str)
+_PROFILE, _RESIDENCY, _MIRRORING = (
+    ProfileName(_DEFAULTS.profile), ResidencyMode(_DEFAULTS.residency), Mirroring(_DEFAULTS.mirroring),
+)  # fmt: skip
 
 
 def replay(
-    profile: Annotated[ProfileName, typer.Option(help="Locality of the top-k streams.")] = ProfileName(_DEFAULTS.profile),
+    profile: Annotated[ProfileName, typer.Option(help="Locality of the top-k streams.")] = _PROFILE,
     seed: Annotated[int, typer.Option(min=0, help="Same seed, same run.")] = _DEFAULTS.seed,
     scale: Annotated[float, typer.Option(min=0.05, help="Multiplies the steps of every phase.")] = _DEFAULTS.scale,
     device: Annotated[str, typer.Option(help="cpu, or cuda for the GPU's kernels and streams.")] = _DEFAULTS.device,
@@ -44,13 +48,13 @@ def replay(
     min_context: Annotated[int, typer.Option(min=1, help="Shortest prompt, tokens.")] = _DEFAULTS.min_context,
     max_context: Annotated[int, typer.Option(min=1, help="Longest prompt, tokens.")] = _DEFAULTS.max_context,
     max_output: Annotated[int, typer.Option(min=1, help="Longest output, tokens.")] = _DEFAULTS.max_output,
-    residency: Annotated[ResidencyMode, typer.Option(help="As in --hisparse-config.")] = ResidencyMode(_DEFAULTS.residency),
-    mirroring: Annotated[Mirroring, typer.Option(help="As in --hisparse-config.")] = Mirroring(_DEFAULTS.mirroring),
+    residency: Annotated[ResidencyMode, typer.Option(help="As in --hisparse-config.")] = _RESIDENCY,
+    mirroring: Annotated[Mirroring, typer.Option(help="As in --hisparse-config.")] = _MIRRORING,
     plant: Annotated[FaultName | None, typer.Option(help="Plant a fault (CPU only), to see it found.")] = None,
 ) -> None:
     """Drive the residency protocol with synthetic requests and compare every row that comes back with its home content.
 
-    Exit status 1 if a row was wrong, 2 if an option is.
+    Exit status 1 if a row was wrong or the protocol was broken, 2 if an option cannot be accepted.
     """
     options = ReplayOptions(
         profile=profile.value, seed=seed, scale=scale, device=device, max_requests=requests, device_pages=device_pages,
@@ -58,7 +62,11 @@ def replay(
         layers_per_group=layers_per_group, min_context=min_context, max_context=max_context, max_output=max_output,
         residency=residency.value, mirroring=mirroring.value,
     )  # fmt: skip
-    report = run(options, plant=plant.value if plant else None)
+    try:
+        report = run(options, plant=plant.value if plant else None)
+    except InvariantError as error:
+        typer.echo(f"FAILED: {error}", err=True)
+        raise typer.Exit(1) from error
     from sglang_hisparse.replay.report import show, write_json
 
     # Tables keep their form in a log file too.
@@ -74,7 +82,7 @@ def run(options: ReplayOptions, plant: str | None = None) -> ReplayReport:
     """One replay with a progress bar on the terminal."""
     import torch
 
-    from sglang_hisparse.errors import ConfigError
+    from sglang_hisparse.kernels.build import load_cpu, load_cuda
     from sglang_hisparse.replay.engine import Engine
     from sglang_hisparse.replay.faults import FAULTS
     from sglang_hisparse.replay.workload import standard_phases
@@ -86,8 +94,11 @@ def run(options: ReplayOptions, plant: str | None = None) -> ReplayReport:
     # The tensors of a step are small: threads that wait for each other cost more than they bring.
     torch.set_num_threads(1)
     console = Console(stderr=True)
-    with console.status("compiling the kernels (the first run only)", spinner="dots"):
-        engine = Engine(options, FAULTS[plant] if plant else None)
+    with console.status("compiling the kernels (the first run only)"):
+        load_cpu()
+        if options.device != "cpu":
+            load_cuda()
+    engine = Engine(options, FAULTS[plant] if plant else None)
     return _run_with_progress(engine, standard_phases(options), console)
 
 

@@ -22,9 +22,11 @@ from sglang_hisparse.replay.prefix_cache import PrefixCache
 from sglang_hisparse.replay.profiles import PROFILES
 from sglang_hisparse.replay.workload import Phase, Request, Workload, standard_phases
 from sglang_hisparse.residency import DevicePages, PageState, Residency, ResidencyCoordinator, SpillPolicy
+from sglang_hisparse.residency.invariants import check
 from sglang_hisparse.transfer.worker import TransferWorker
 
 PROFILE_NAMES = list(PROFILES)
+CHECK_PERIOD = 16  #: steps between two checks of the coordinator's own invariants
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -55,11 +57,12 @@ class Engine:
         self.problems: list[str] = []
         self._free_slots = list(range(options.max_requests, 0, -1))  # slot 0 is the padding row's
         self._launched: list[_Launched] = []
+        self._rng = np.random.default_rng([options.seed, 3])
 
     # -- a run ------------------------------------------------------------------------------------------------------
 
     def run(self, phases: list[Phase] | None = None, on_step: Callable[[Phase, int], None] | None = None) -> ReplayReport:
-        """All phases, then the final audit. Never raises for wrong bytes: they are counted."""
+        """All phases, then the final audit. Wrong bytes are counted; a broken protocol raises InvariantError."""
         figures = []
         try:
             for phase in standard_phases(self.options) if phases is None else phases:
@@ -91,9 +94,9 @@ class Engine:
             busy = {request.conversation for request in (*self.running, *self.waiting)}
             self.waiting.append(self.workload.arrival(phase, self.cache, busy))
             self.counts.arrived += 1
-        if self.waiting and self._free_slots and not any(request.is_prefilling for request in self.running):
-            if self._admit(self.waiting[0]):
-                self.running.append(self.waiting.popleft())
+        may_admit = self.waiting and self._free_slots and not any(request.is_prefilling for request in self.running)
+        if may_admit and self._admit(self.waiting[0]):
+            self.running.append(self.waiting.popleft())
         chunk = self._extend()
         decoding = self._grow()
         previous, self._launched = self._launched, self._launch(chunk, decoding)
@@ -101,25 +104,32 @@ class Engine:
             self._process(launched)
         self.executor.after_forward()
         self.counts.steps += 1
+        if self.counts.steps % CHECK_PERIOD == 0:
+            check(self.coordinator)
         self.counts.seconds += time.perf_counter() - started
 
     # -- admission --------------------------------------------------------------------------------------------------
 
     def _admit(self, request: Request) -> bool:
         """Find its prefix, make room, and give it a slot. False: it waits."""
-        coordinator, book, page = self.coordinator, self.coordinator.book, self.options.page_size
+        page = self.options.page_size
         prefix = self.cache.match(request.key)
         on_host = request.starts_on_host and bool(prefix) and len(prefix) * page == request.prompt_tokens
         if not on_host:
-            if not prefix and request.family is not None:
+            if not prefix and request.family is not None and request.finds_family:
                 prefix = self.cache.match(("family", request.family))
             prefix = prefix[: (request.prompt_tokens - 1) // page]  # at least one token is left to compute
+        with self.cache.protect(prefix):
+            return self._admit_with(request, prefix, on_host)
+
+    def _admit_with(self, request: Request, prefix: tuple[int, ...], on_host: bool) -> bool:
+        coordinator, book, page = self.coordinator, self.coordinator.book, self.options.page_size
         prompt_pages, final_pages = -(-request.prompt_tokens // page), -(-(request.goal_tokens + 1) // page)
         smallest = min(final_pages, coordinator.limits.smallest_pages)
         needed = smallest if on_host else max(prompt_pages + 1, smallest)
         if book.committed_pages() + needed > coordinator.limits.num_device_pages:
             return False
-        if not self.cache.make_logical_room(final_pages - len(prefix), keep=prefix):
+        if not self.cache.make_logical_room(final_pages - len(prefix)):
             return False
         if not self._bring_prefix(prefix, on_host, min(request.prompt_tokens, self.options.chunk_tokens) // page + 1):
             return False
@@ -241,7 +251,7 @@ class Engine:
         for row, request in enumerate(decoding):
             for group, stream in enumerate(request.streams):
                 stream.append()
-                selected = stream.select()
+                selected = self._rng.permutation(stream.select())
                 top_k[group][row, : selected.size] = selected
         slots = np.array([request.slot for request in decoding], dtype=np.int64)
         return DecodeBatch(
@@ -316,7 +326,7 @@ class Engine:
         executor.worker.drain()
         coordinator.on_completed(executor.worker.poll())
         executor.worker.apply(coordinator.take_plan())
-        for key in self.cache.keys():
+        for key in self.cache.keys_by_use():
             if key[0] == "conversation":
                 pages = np.asarray(self.cache.pages(key))
                 seeds = self.workload.text(key[1]).reshape(pages.size, -1)
@@ -326,7 +336,7 @@ class Engine:
                 executor.set_home(0, 0, seeds[resident].reshape(-1))
                 ids = pages[resident, None] * self.options.page_size + np.arange(self.options.page_size)
                 executor.check_resident(0, ids.reshape(-1).astype(np.int64))
-        for key in self.cache.keys():
+        for key in self.cache.keys_by_use():
             self.cache.drop(key)
         limits, free = coordinator.limits, coordinator.device_pages.num_free
         if free != limits.num_device_pages:

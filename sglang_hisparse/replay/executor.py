@@ -28,10 +28,12 @@ POISON_BYTE = 0xA5
 POISON_ROW = -7
 #: A padding row follows the real ones in every resolve, as in a captured graph; the resolver must answer it with -1.
 PADDING_ROWS = 1
+#: On a CPU a host copy that nothing waits for runs this many forwards after it was enqueued.
+LATE_FORWARDS = 6
 
 
 class LateWorker(TransferWorker):
-    """On a CPU, a worker whose host copies run as late as the protocol allows: at a plan that waits for them, or two
+    """On a CPU, a worker whose host copies run as late as the protocol allows: at a plan that waits for them, or some
     forwards later. A decision that relies on more than it was promised then reads or overwrites the wrong bytes."""
 
     def __init__(self, **tables: object) -> None:
@@ -50,7 +52,7 @@ class LateWorker(TransferWorker):
 
     def after_forward(self) -> None:
         self._forwards += 1
-        while self._late and self._late[0][0] <= self._forwards - 2:
+        while self._late and self._late[0][0] <= self._forwards - LATE_FORWARDS:
             self._run_oldest()
 
     def _run_oldest(self) -> None:

@@ -1,11 +1,12 @@
 """Faults planted on purpose, to show that a replay would notice them.
 
-Each is a transfer worker that breaks one promise, at most a few times; used by `replay --plant` and by tests. Nothing else
+Each is a transfer worker that breaks one promise; used by `replay --plant` and by tests. Nothing else
 may use these classes.
 """
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 
 from sglang_hisparse.replay.executor import LateWorker
@@ -18,8 +19,6 @@ class FlippedHostByte(LateWorker):
     def _run_oldest(self) -> None:
         pages = [transfer.logical_page for transfer in self._late[0][1]]
         super()._run_oldest()
-        import ctypes
-
         for page in pages:
             byte = ctypes.c_uint8.from_address(int(self._host_bases[0]) + page * self.page_bytes)
             byte.value ^= 0x10

@@ -23,11 +23,11 @@ class ReplayOptions:
     layers_per_group: int = 2  #: a leader and its followers
     page_size: int = 64
     device_pages: int = 640
-    host_to_device_ratio: float = 6.0
+    host_to_device_ratio: float = 3.0
     max_requests: int = 12  #: running at once
     min_context: int = 4096  #: tokens of a prompt
     max_context: int = 12288
-    max_output: int = 160  #: tokens that a request decodes, at most
+    max_output: int = 256  #: tokens that a request decodes, at most
     scale: float = 1.0  #: multiplies the steps of every phase
     chunk_tokens: int = 4096  #: prompt tokens of one forward
     num_families: int = 3  #: shared prefixes; every second request begins with one

@@ -7,7 +7,8 @@ freed: when no entry names it and no running request maps it. It never touches r
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -27,7 +28,7 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def keys(self) -> list[Key]:
+    def keys_by_use(self) -> list[Key]:
         """Least recently used first."""
         return list(self._entries)
 
@@ -62,17 +63,24 @@ class PrefixCache:
     def is_named(self, page: int) -> bool:
         return bool(self._names[page])
 
-    def make_logical_room(self, num_pages: int, *, keep: Sequence[int] = ()) -> bool:
-        """Drop entries, oldest first, until `num_pages` logical ids are free; False when that is not enough.
+    @contextmanager
+    def protect(self, pages: Sequence[int]) -> Iterator[None]:
+        """Within it, `pages` are not freed, whatever happens to their entries."""
+        self._names[list(pages)] += 1
+        try:
+            yield
+        finally:
+            self._names[list(pages)] -= 1
+            self.free_unused(pages)
 
-        Entries that share a page with `keep` stay.
-        """
+    def make_logical_room(self, num_pages: int) -> bool:
+        """Drop entries, oldest first, until `num_pages` logical ids are free; False when that is not enough."""
         book = self._coordinator.book
-        for key in self.keys():
+        for key in self.keys_by_use():
             if book.num_free >= num_pages:
                 break
             pages = np.asarray(self._entries[key])
             # An entry that a running request uses whole would free nothing now and cost a prefix later.
-            if (book.users[pages] == 0).any() and not np.isin(pages, keep).any():
+            if (book.users[pages] == 0).any():
                 self.drop(key)
         return book.num_free >= num_pages

@@ -26,7 +26,8 @@ class TopKStream(Protocol):
         """`count` new positions follow the last one."""
 
     def select(self) -> np.ndarray:
-        """One step's distinct positions, int32 [k], in no particular order; int32 [n] while only n < k exist."""
+        """One step's distinct positions, int32 [k]; int32 [n] while only n < k exist. A recency stack gives those that it
+        used last first; score models know no order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +128,7 @@ class RecencyStream:
                 drawn[start + self._rng.choice(end - start, count, replace=False, shuffle=False)] = True
         selected = np.concatenate([np.array([newest], dtype=np.int32), order[drawn]])
         self._order = np.concatenate([selected, order[~drawn]])
-        selected = np.concatenate([np.arange(NUM_SINKS, dtype=np.int32), selected])
-        return self._rng.permutation(selected)
+        return np.concatenate([np.arange(NUM_SINKS, dtype=np.int32), selected])
 
 
 class ScoreStream:

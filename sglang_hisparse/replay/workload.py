@@ -39,6 +39,7 @@ class Request:
     prompt_tokens: int
     goal_tokens: int
     starts_on_host: bool  #: decode at once over a prefix that lives on the host only, without bringing it back
+    finds_family: bool = True  #: False: it comes too early to find its family's prefix, computes it again, and shares it then
     length: int = 0
     slot: int = -1
     streams: list[TopKStream] = field(default_factory=list)
@@ -60,12 +61,12 @@ def standard_phases(options: ReplayOptions) -> list[Phase]:
         return max(1, round(count * options.scale))
 
     full = options.max_requests
-    fits = max(1, options.device_pages // (2 * options.max_pages_per_slot))
+    fits = max(1, options.device_pages // options.max_pages_per_slot)
     return [
-        Phase("warm-up", steps(70), fits, 0.0, "everything fits the device"),
-        Phase("growth", steps(80), min(full, 3 * fits), 0.2, "the device fills up, cached pages leave first"),
-        Phase("pressure", steps(140), full, 0.2, "far more requests than fit"),
-        Phase("re-arrival", steps(110), full, 1.0, "finished conversations return, their prefix on the host"),
+        Phase("warm-up", steps(100), min(full, fits), 0.0, "everything fits the device"),
+        Phase("growth", steps(150), min(full, 2 * fits), 0.2, "the device fills up, cached pages leave first"),
+        Phase("pressure", steps(300), full, 0.2, "far more requests than fit"),
+        Phase("re-arrival", steps(250), full, 1.0, "finished conversations return, their prefix on the host"),
         Phase("drain", None, 0, 0.0, "nobody arrives; what is left comes back to the device and ends"),
     ]
 
@@ -97,7 +98,9 @@ class Workload:
         family = int(self._rng.integers(options.num_families)) if options.num_families and number % 2 else None
         prompt = int(self._rng.integers(options.min_context, options.max_context + 1))
         prefix = self._families[family] if family is not None else np.zeros(0, dtype=np.int64)
-        return self._request(number, family, prefix, prompt, starts_on_host=False)
+        request = self._request(number, family, prefix, max(prompt, prefix.size + 1), starts_on_host=False)
+        request.finds_family = bool(self._rng.random() < 0.75)
+        return request
 
     def returning_turn(self, conversation: int) -> Request:
         """The next turn: on the host only and decoding at once, or with a new prompt behind the old text."""
@@ -105,8 +108,8 @@ class Workload:
         family, text = self._texts[conversation]
         starts_on_host = bool(self._rng.random() < 0.6)
         added = 0 if starts_on_host else int(self._rng.integers(1, options.max_output + 1))
-        request = self._request(conversation, family, text, min(text.size + added, options.max_context + options.max_output), starts_on_host)
-        return request
+        prompt = min(text.size + added, options.max_context + options.max_output)
+        return self._request(conversation, family, text, prompt, starts_on_host)
 
     def _request(self, conversation: int, family: int | None, known: np.ndarray, prompt: int, starts_on_host: bool) -> Request:
         options = self._options
@@ -132,7 +135,7 @@ class Workload:
         """The next request of a phase; a returning one continues the conversation that was used longest ago."""
         if self._rng.random() < phase.returning_share:
             longest = self._options.max_context + self._options.max_output // 2
-            for kind, conversation in cache.keys():
+            for kind, conversation in cache.keys_by_use():
                 if kind == "conversation" and conversation not in busy and self._texts[conversation][1].size <= longest:
                     return self.returning_turn(conversation)
         return self.new_conversation()
