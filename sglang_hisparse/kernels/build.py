@@ -34,7 +34,7 @@ CPP_FLAGS = ("-std=c++20", "-O3")
 def source_folder() -> Path:
     """Folder of the C++ and CUDA sources: beside this package in an installed copy, else in the source tree."""
     package = Path(__file__).resolve().parents[1]
-    for folder in (package / "_csrc", package.parent / "csrc"):
+    for folder in (package / "csrc", package.parent / "csrc"):
         if (folder / "params.h").is_file():
             return folder
     raise KernelBuildError(f"kernel sources not found beside {package}: the installation is incomplete, install it again")
