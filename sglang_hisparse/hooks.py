@@ -19,6 +19,7 @@ from sglang_hisparse.memory.allocator import HiSparseAllocator
 from sglang_hisparse.memory.pool import HiSparsePool
 from sglang_hisparse.memory.radix import HiSparseRadixCache
 from sglang_hisparse.runtime import HiSparseRuntime
+from sglang_hisparse.sync_debug import no_device_sync
 from sglang_hisparse.validation import validate_server_args
 
 SRT = "sglang.srt."
@@ -57,9 +58,10 @@ def around_alloc_for_extend(original: Callable[[Any], Any], batch: Any) -> Any:
     runtime = _runtime_of(batch)
     if runtime is None:
         return original(batch)
-    runtime.begin_extend(batch)
-    result = original(batch)
-    runtime.end_extend()
+    with no_device_sync():
+        runtime.begin_extend(batch)
+        result = original(batch)
+        runtime.end_extend()
     return result
 
 
@@ -67,9 +69,10 @@ def around_alloc_for_decode(original: Callable[..., Any], batch: Any, token_per_
     runtime = _runtime_of(batch)
     if runtime is None:
         return original(batch, token_per_req)
-    runtime.begin_decode(batch)
-    result = original(batch, token_per_req)
-    runtime.end_decode(batch)
+    with no_device_sync():
+        runtime.begin_decode(batch)
+        result = original(batch, token_per_req)
+        runtime.end_decode(batch)
     return result
 
 
@@ -101,7 +104,8 @@ def after_init_coordinator(result: None, model_runner: Any) -> None:
 
 def around_forward_raw(original: Callable[..., Any], model_runner: Any, *args: Any, **kwargs: Any) -> Any:
     if _is_ours(model_runner):
-        model_runner.hisparse_coordinator.before_forward()
+        with no_device_sync():
+            model_runner.hisparse_coordinator.before_forward()
     return original(model_runner, *args, **kwargs)
 
 

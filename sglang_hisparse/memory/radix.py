@@ -20,6 +20,7 @@ from sglang.srt.mem_cache.common import coalesce_ranges
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from sglang_hisparse.errors import InvariantError
+from sglang_hisparse.sync_debug import without_device_sync
 
 
 class _AllocatorOnCpu:
@@ -72,6 +73,7 @@ class HiSparseRadixCache(UnifiedRadixCache):
             params = replace(params, value=self._row_ids[: len(params.value)])
         return super().insert(params)
 
+    @without_device_sync
     def checkpoint_into_tree(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
         if self.disable:
             return super().checkpoint_into_tree(req, up_to=up_to, **kwargs)
@@ -89,6 +91,7 @@ class HiSparseRadixCache(UnifiedRadixCache):
         finally:
             self._row_ids = self._path_pages = None
 
+    @without_device_sync
     def free_kv_row(self, kv: Any, ranges: list[tuple[int, int]]) -> None:
         """Give back row-position ranges by what the CPU knows of the row; no device tensor is read."""
         allocator, page_size = self.token_to_kv_pool_allocator, self.page_size

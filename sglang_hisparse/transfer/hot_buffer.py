@@ -6,8 +6,6 @@ leases, on the forward stream, between forwards. Addresses never change, so capt
 
 from __future__ import annotations
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
