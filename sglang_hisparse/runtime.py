@@ -261,11 +261,13 @@ class HiSparseRuntime:
 
     def has_ongoing_staging(self) -> bool:
         """Whether a host copy is under way: the scheduler is not idle then (R29)."""
+        self.stats.tick()
         self.residency.on_completed(self.worker.poll())
         return self.worker.in_flight or self.residency.has_transfers
 
     def self_check(self) -> list[str]:
-        """What is wrong with the pools now, in words; empty when nothing is."""
+        """What is wrong with the pools now, in words; empty when nothing is. SGLang asks at idle."""
+        self.stats.tick()
         try:
             check(self.residency)
         except InvariantError as error:
