@@ -258,9 +258,18 @@ class Engine:
 
         def forward_batch_generation(batch: Any, *args: Any, **kwargs: Any) -> Any:
             self.model.check_launched_reads()
+            self._follow_refusals(batch)
             return original(batch, *args, **kwargs)
 
         worker.forward_batch_generation = forward_batch_generation
+
+    def _follow_refusals(self, batch: Any) -> None:
+        """SGLang runs a request that it refuses once more, with one token 0 in place of its prompt; so does the judge."""
+        from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+        for req in batch.reqs:
+            if isinstance(req.to_finish, FINISH_ABORT) and list(req.origin_input_ids) == [0]:
+                self.model.histories[req.rid] = History((0,), self.config.vocab_size)
 
     def _one_iteration(self) -> None:
         scheduler = self.scheduler
@@ -349,7 +358,7 @@ def make_scheduler(
     ):
         engine = Engine(config)
         if link_seed is not None:
-            engine.link = LaggingLink(engine.coordinator.worker, seed=link_seed)
+            engine.link = LaggingLink(engine.coordinator, seed=link_seed)
         try:
             yield engine
         finally:

@@ -5,7 +5,7 @@ undone until somebody is entitled to see it done: a plan that waits for its tran
 works off a random number of batches, in order, whenever the worker polls. That is the freedom that a copy stream has on a
 GPU, where a copy runs anywhere between its enqueueing and the first wait for its event.
 
-Installed by `engine` on one TransferWorker; it replaces methods of that object only.
+Installed by `engine` on one runtime; it replaces methods of its transfer worker, and the residency coordinator's sink.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class _LateBatch:
 
 
 class LaggingLink:
-    """Takes over the host copies of `worker`. max_batches: how many a poll may work off; 0 leaves all to the waiters."""
+    """Takes over the host copies of a HiSparseRuntime. max_batches: how many batches one poll works off at most."""
 
-    def __init__(self, worker: Any, *, seed: int, max_batches: int = 2) -> None:
+    def __init__(self, runtime: Any, *, seed: int, max_batches: int = 2) -> None:
         from sglang_hisparse.kernels.page_copy import Direction
         from sglang_hisparse.transfer.worker import _Batch
 
-        self._worker = worker
+        worker = self._worker = runtime.worker
         self._random = random.Random(seed)
         self._max_batches = max_batches
         self._pending: deque[_LateBatch] = deque()
@@ -43,7 +43,9 @@ class LaggingLink:
         self._batch_type = _Batch
         self._poll, self._apply, self._drain = worker.poll, worker.apply, worker.drain
         worker.mirror, worker.poll, worker.apply, worker.drain = self.mirror, self.poll, self.apply, self.drain
-        self.num_late = 0
+        runtime.residency._mirror_sink = self.mirror
+        self.num_waited = 0  # batches that ran only because a forward had to wait for them
+        self.num_unasked = 0  # batches that ran because the link got around to them
 
     def mirror(self, transfers: Sequence[Any]) -> list[int]:
         """Enqueue: nothing is copied yet."""
@@ -56,23 +58,23 @@ class LaggingLink:
 
     def poll(self) -> list[int]:
         """The link makes some progress of its own, then the worker looks."""
-        self._run(self._random.randint(0, self._max_batches))
+        self.num_unasked += self._run(self._random.randint(-self._max_batches, self._max_batches))
         return self._poll()
 
     def apply(self, plan: Any) -> None:
         """What the plan waits for is done first, and everything enqueued before it; no more than that."""
         if plan.wait_transfer_id:
             while self._pending and self._pending[0].transfers[0].transfer_id <= plan.wait_transfer_id:
-                self._run(1)
-                self.num_late += 1
+                self.num_waited += self._run(1)
         self._apply(plan)
 
     def drain(self) -> None:
         self._run(len(self._pending))
         self._drain()
 
-    def _run(self, count: int) -> None:
-        for _ in range(min(count, len(self._pending))):
+    def _run(self, count: int) -> int:
+        count = max(0, min(count, len(self._pending)))
+        for _ in range(count):
             late = self._pending.popleft()
             self._worker._copy(
                 self._to_host,
@@ -80,3 +82,4 @@ class LaggingLink:
                 [transfer.device_page for transfer in late.transfers],
             )
             late.done = True
+        return count
