@@ -74,6 +74,7 @@ class World:
         self.free_logical = list(self.random.permutation(np.arange(1, pages + 1)))
         self.free_device = list(self.random.permutation(np.arange(1, self.num_device_pages + 1)))
         self.requests: dict[int, Request] = {}
+        self.selected: dict[int, np.ndarray] = {}  # by decode_step
         self.wide = bool(seed % 2)  # int64 or int32 lengths and slots
 
     # -- requests -----------------------------------------------------------------------------------------------------
@@ -225,6 +226,22 @@ class World:
             odd = np.array([seq_len, seq_len + 1, 10**6, 2**31 - 1, -2, -(2**31), self.shape.max_pages * self.shape.page_size])
             chosen[int(random.integers(0, k))] = random.choice(odd)
         return chosen.astype(np.int32)
+
+    def decode_step(self, *, resident: float = 0.2, change: float = 0.15, **options: Any) -> None:
+        """All rows decode: long requests, selections without repeats of which a share changes from step to step."""
+        for slot in range(min(self.shape.rows, self.shape.num_slots)):
+            if slot not in self.requests:
+                self.admit(slot, num_pages=self.shape.max_pages, resident=resident)
+            seq_len, k = self.requests[slot].seq_len, min(self.shape.k, self.requests[slot].seq_len)
+            last = self.selected.get(slot, self.random.permutation(seq_len)[:k])
+            kept = last[self.random.random(len(last)) >= change]
+            others = np.setdiff1d(np.arange(seq_len), kept)
+            fresh = self.random.permutation(others)[: k - len(kept)]
+            self.selected[slot] = self.random.permutation(np.concatenate([kept, fresh]))
+        positions = {slot: np.full(self.shape.k, -1, dtype=np.int32) for slot in self.selected}
+        for slot, selected in self.selected.items():
+            positions[slot][: len(selected)] = selected
+        self.step(positions, **options)
 
     def random_step(self, **options: Any) -> None:
         """Requests enter and leave, pages move, then one checked resolve."""
