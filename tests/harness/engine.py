@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from . import bootstrap
-from .fake_model import FakeDsaModel
+from .fake_model import FakeDsaModel, WrongRowError
 from .lagging_link import LaggingLink
 from .reference import History
 
@@ -68,6 +68,7 @@ class Engine:
         self.steps = 0
         self._inbox: list[Any] = []
         self._carried_results: deque[Any] = deque()
+        self._launched_tables: dict[str, torch.Tensor] = {}
         self._install_stepping()
 
     # ------------------------------------------------------------------ what tests look at
@@ -258,10 +259,31 @@ class Engine:
 
         def forward_batch_generation(batch: Any, *args: Any, **kwargs: Any) -> Any:
             self.model.check_launched_reads()
+            self._check_device_tables()
             self._follow_refusals(batch)
-            return original(batch, *args, **kwargs)
+            result = original(batch, *args, **kwargs)
+            self._launched_tables = {name: table.clone() for name, table in self._device_tables().items()}
+            return result
 
         worker.forward_batch_generation = forward_batch_generation
+
+    def _device_tables(self) -> dict[str, torch.Tensor]:
+        """What kernels inside layers read besides rows: only a forward may find them changed (R4)."""
+        if self.coordinator is None:
+            return {}
+        hot = self.coordinator.hot
+        tables = {"page_table": self.allocator.page_table, "hot_pages": hot.hot_pages}
+        for group in range(len(hot.state)):
+            tables[f"tags of group {group}"] = hot.state[group].tags
+            tables[f"header of group {group}"] = hot.state[group].header
+        return tables
+
+    def _check_device_tables(self) -> None:
+        """Between two launches nothing may write what the first of them can still be reading (R4, R5)."""
+        for name, table in self._device_tables().items():
+            before = self._launched_tables.get(name)
+            if before is not None and not torch.equal(before, table):
+                raise WrongRowError(f"{name} changed after a launch and before the next one")
 
     def _follow_refusals(self, batch: Any) -> None:
         """SGLang runs a request that it refuses once more, with one token 0 in place of its prompt; so does the judge."""
