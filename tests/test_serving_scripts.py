@@ -1,0 +1,305 @@
+"""Tests of the serving scripts without a GPU: a fake server speaks SGLang's HTTP, the rest is arguments and files."""
+
+import asyncio
+import json
+import pathlib
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+aiohttp_web = pytest.importorskip("aiohttp.web", reason="aiohttp is not installed")
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "scripts"))
+
+import bench_serving  # noqa: E402
+import verify_server  # noqa: E402
+from serving import client, fidelity, results, server  # noqa: E402
+
+FAKE_SERVER = """
+import http.server, json, os, pathlib, sys, time
+port = int(sys.argv[sys.argv.index("--port") + 1])
+stats = pathlib.Path(os.environ["SGLANG_HISPARSE_STATS_FILE"])
+if os.environ.get("FAKE_BROKEN"):
+    print("out of patience"); sys.exit(7)
+class Handler(http.server.BaseHTTPRequestHandler):
+    served = 0
+    def log_message(self, *args): pass
+    def answer(self, body, status=200):
+        self.send_response(status); self.end_headers(); self.wfile.write(body)
+    def do_GET(self): self.answer(b"ok")
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if self.path == "/flush_cache": return self.answer(b"flushed")
+        request = json.loads(body); count = request["sampling_params"]["max_new_tokens"]
+        wrong = int(os.environ.get("FAKE_WRONG_AFTER", 10**9))
+        self.send_response(200); self.end_headers()
+        tokens = []
+        for step in range(count):
+            tokens.append((sum(request["input_ids"]) * 31 + 7 * step + (step >= wrong)) % 32768)
+            self.wfile.write(b"data: " + json.dumps({"output_ids": tokens}).encode() + b"\\n\\n")
+        self.wfile.write(b"data: [DONE]\\n\\n")
+        Handler.served += 1
+        stats.write_text(json.dumps({"pages_spilled": Handler.served, "rows_fetched": 10 * Handler.served}))
+http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture
+def fake_sglang(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> server.Paths:
+    """Paths whose `site` holds a package that answers like SGLang, so that the scripts start it as a real process."""
+    package = tmp_path / "site" / "sglang"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "launch_server.py").write_text(FAKE_SERVER)
+    monkeypatch.setattr(fidelity.time, "sleep", lambda seconds: None)
+    return server.Paths(
+        tmp_path / "model", tmp_path / "logs", str(tmp_path / "site"), str(tmp_path / "plugin"), str(tmp_path / "cache")
+    )
+
+
+@pytest.fixture
+def streaming_url() -> Iterator[str]:
+    """A server in this process that sends each token in its own chunk, 10 ms apart, and fails on prompts of one token."""
+
+    async def generate(request: aiohttp_web.Request) -> aiohttp_web.StreamResponse:
+        body = await request.json()
+        if len(body["input_ids"]) == 1:
+            return aiohttp_web.Response(status=400, text="too short")
+        response = aiohttp_web.StreamResponse()
+        await response.prepare(request)
+        sent = []
+        for token in range(body["sampling_params"]["max_new_tokens"] - (len(body["input_ids"]) == 2)):
+            await asyncio.sleep(0.01)
+            sent.append(token)
+            await response.write(b"data: " + json.dumps({"output_ids": sent}).encode() + b"\n\n")
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    ready, stop, port = threading.Event(), threading.Event(), _free_port()
+
+    async def serve() -> None:
+        app = aiohttp_web.Application()
+        app.router.add_post("/generate", generate)
+        runner = aiohttp_web.AppRunner(app)
+        await runner.setup()
+        await aiohttp_web.TCPSite(runner, "127.0.0.1", port).start()
+        ready.set()
+        while not stop.is_set():
+            await asyncio.sleep(0.01)
+        await runner.cleanup()
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    assert ready.wait(20)
+    yield f"http://127.0.0.1:{port}"
+    stop.set()
+    thread.join()
+
+
+def test_client_keeps_order_tokens_and_times(streaming_url: str) -> None:
+    """Goal: replies stay in prompt order with every token timed. Method: an in-process server, three streams at once."""
+    replies = client.send(streaming_url, [[5] * 3, [6] * 4, [7] * 5], 6, 3)
+    assert [reply.error for reply in replies] == ["", "", ""]
+    assert all(reply.tokens == list(range(6)) for reply in replies)
+    assert all(reply.counts[-1] == 6 and reply.arrivals == sorted(reply.arrivals) for reply in replies)
+    assert all(0.005 < reply.ttft_s and 0.005 < reply.itl_s for reply in replies)
+
+
+def test_client_reports_refusals_and_short_answers(streaming_url: str) -> None:
+    """Goal: a failed request is a failure, never a shorter text. Method: prompts that the server refuses or cuts."""
+    refused, cut, good = client.send(streaming_url, [[1], [1, 2], [1, 2, 3]], 4, 1)
+    assert "HTTP 400" in refused.error and "too short" in refused.error
+    assert cut.error == "3 tokens instead of 4"
+    assert good.error == ""
+    with pytest.raises(ValueError, match="2 requests failed"):
+        client.summarise([[refused, cut, good]])
+
+
+def test_client_reports_a_server_that_is_gone() -> None:
+    """Goal: no server is an error in the reply. Method: a port that nobody listens on."""
+    (reply,) = client.send(f"http://127.0.0.1:{_free_port()}", [[1, 2, 3]], 4, 1)
+    assert "ClientConnector" in reply.error
+
+
+def test_decode_throughput_counts_only_tokens_after_the_last_first_token() -> None:
+    """Goal: prefill time stays out of decode throughput. Method: two hand-made streams that overlap by four tokens."""
+    early = client.Reply(tokens=list(range(6)), start_s=0.0, arrivals=[1, 2, 3, 4, 5, 6], counts=[1, 2, 3, 4, 5, 6])
+    late = client.Reply(tokens=list(range(3)), start_s=0.0, arrivals=[4, 6, 8], counts=[1, 2, 3])
+    timing = client.summarise([[early, late]])
+    assert timing.output_tok_s == pytest.approx(9 / 8)
+    # After t = 4: two tokens of the early stream and two of the late one, until t = 8.
+    assert timing.decode_tok_s == pytest.approx(4 / 4)
+    assert timing.ttft_s == pytest.approx(2.5)
+    assert timing.itl_ms == pytest.approx(1500)
+
+
+def test_prompts_depend_on_seed_and_index_only() -> None:
+    """Goal: a later call sends the same prompts. Method: the same seed with more prompts behind."""
+    few, many = client.random_prompts(3, [50, 60]), client.random_prompts(3, [50, 60, 70])
+    assert few == many[:2] and few != client.random_prompts(4, [50, 60])
+    lengths = client.spread_lengths(32, 4096, 32256)
+    assert (min(lengths), max(lengths), len(set(lengths))) == (4096, 32256, 32)
+    assert lengths == client.spread_lengths(32, 4096, 32256) != sorted(lengths)
+
+
+def test_server_starts_answers_flushes_and_ends(fake_sglang: server.Paths) -> None:
+    """Goal: one process group from start to end. Method: a fake sglang package on the server's path."""
+    spec = server.ServerSpec("one", hisparse=True, plugin=True)
+    with server.running(spec, fake_sglang, server.Limits(), _free_port(), 60) as running:
+        assert running.flush()
+        client.send(running.url, [[1, 2]], 3, 1)
+        assert running.counters()["pages_spilled"] == 1
+        process = running._process
+    assert process.poll() is not None
+    with pytest.raises(server.ServerError, match="server one ended"):
+        running.check_alive()
+
+
+def test_server_that_dies_at_start_shows_its_log(fake_sglang: server.Paths) -> None:
+    """Goal: the reason of a failed start is in the error. Method: a fake server that prints and exits."""
+    spec = server.ServerSpec("broken", env={"FAKE_BROKEN": "1"})
+    with pytest.raises(server.ServerError, match="(?s)code 7 while starting.*out of patience"):
+        with server.running(spec, fake_sglang, server.Limits(), _free_port(), 60):
+            pass
+
+
+@pytest.mark.parametrize("system", ["plain", "builtin", "ours"])
+def test_systems_differ_only_where_they_should(system: str, tmp_path: pathlib.Path) -> None:
+    """Goal: all systems get the same limits, and only ours the plugin. Method: command line and environment of each."""
+    spec = bench_serving.SYSTEMS[system]
+    paths = server.Paths(tmp_path, tmp_path, "/site", "/plugin", "/cache")
+    command, env = server.command_line(spec, paths, server.Limits(), 1), server.environment(spec, paths)
+    assert command[command.index("--max-total-tokens") + 1] == "200000"
+    assert ("--enable-hisparse" in command) == (system != "plain")
+    assert ("--disable-radix-cache" in command) == (system == "builtin")
+    assert env["SGLANG_PLUGINS"] == ("hisparse" if system == "ours" else "none")
+    assert env["PYTHONPATH"] == ("/plugin:/site" if system == "ours" else "/site")
+
+
+def test_phases_of_the_comparison_set_what_they_say(tmp_path: pathlib.Path) -> None:
+    """Goal: each phase tests its own setting. Method: the JSON that the server would get, per phase."""
+    paths = server.Paths(tmp_path, tmp_path)
+    configs = {}
+    for phase, spec in verify_server.SPECS.items():
+        command = server.command_line(spec, paths, server.Limits(), 1)
+        configs[phase] = json.loads(command[command.index("--hisparse-config") + 1]) if spec.hisparse else None
+    assert configs["plain"] is None and verify_server.PHASES.keys() == verify_server.SPECS.keys()
+    assert configs["ours"] == {"top_k": 2048, "device_buffer_size": 4096, "host_to_device_ratio": 8}
+    assert configs["host"]["residency"] == configs["fault"]["residency"] == "always_host"
+    assert configs["pressure"]["watermark_low"] > 0.1
+    assert verify_server.SPECS["fault"].env == {"SGLANG_HISPARSE_FAULT": "zero_rows:0.01"}
+    assert not verify_server.SPECS["noradix"].radix and verify_server.SPECS["ours"].radix
+
+
+def test_config_of_every_phase_is_accepted_by_the_package() -> None:
+    """Goal: no phase dies on a misspelt key. Method: the package's own parser."""
+    config = pytest.importorskip("sglang_hisparse.config", reason="the package is not importable")
+    for spec in verify_server.SPECS.values():
+        config.parse_config(json.dumps(server.HISPARSE_CONFIG | spec.config))
+
+
+@pytest.mark.parametrize(
+    ("expected", "got", "place"),
+    [([1, 2, 3], [1, 2, 3], None), ([1, 2, 3], [1, 9, 3], 1), ([1, 2, 3], [1, 2], 2), ([], [4], 0)],
+)
+def test_first_difference(expected: list[int], got: list[int], place: int | None) -> None:
+    """Goal: a missing token counts as a difference. Method: equal, changed, cut and longer sequences."""
+    assert fidelity.first_difference(expected, got) == place
+
+
+def _verify(paths: server.Paths, out: pathlib.Path, *extra: str) -> int:
+    return verify_server.main([
+        str(paths.model), "--out", str(out), "--logs", str(paths.logs), "--site", paths.site, "--plugin", paths.plugin,
+        "--cache", paths.cache, "--port", str(_free_port()), "--prompts", "4", "--at-once", "6", "--shortest", "20",
+        "--longest", "60", "--output", "80", "--commit", "abc", "--base", str(out / "none.json"), "--flush-after", "0",
+        "--budget", "2000", *extra,
+    ])  # fmt: skip
+
+
+def test_comparison_end_to_end_on_a_fake_server(
+    fake_sglang: server.Paths, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Goal: phases, reuse of plain's tokens, counters and result form. Method: a fake server that always agrees."""
+    out = tmp_path / "out"
+    assert _verify(fake_sglang, out, "--phases", "plain,ours") == 0
+    assert _verify(fake_sglang, out, "--phases", "host,pressure,noradix") == 0
+    document = json.loads((out / "fidelity_h200.json").read_text())
+    assert list(document)[0] == "commit" and document["commit"] == "abc" and "python" in document["versions"]
+    assert document["checkpoint"] == {"prompts": 4, "texts_with_64_distinct_tokens": 4}
+    rows = {row["case"]: row for row in document["rows"]}
+    assert rows["hybrid, one at a time"]["identical"] == 4 and rows["forced spills, 6 at once"]["identical"] == 6
+    assert rows["always_host, one at a time"]["rows_fetched"] == 10 * rows["always_host, one at a time"]["pages_spilled"] > 0
+    assert all(tuple(row) == results.FIDELITY_KEYS for row in rows.values())
+    # A server whose texts do not react to planted faults, or react without one, must fail the run.
+    assert _verify(fake_sglang, out, "--phases", "fault") == 1
+    monkeypatch.setenv("FAKE_WRONG_AFTER", "33")
+    assert _verify(fake_sglang, out, "--phases", "fault") == 0
+    assert _verify(fake_sglang, out, "--phases", "noradix") == 1
+    rows = {row["case"]: row for row in json.loads((out / "fidelity_h200.json").read_text())["rows"]}
+    assert rows["no prefix cache, 6 at once"]["identical"] == 0
+
+
+def test_comparison_without_expected_tokens_or_time(fake_sglang: server.Paths, tmp_path: pathlib.Path) -> None:
+    """Goal: nothing is compared with nothing, and phases beyond the budget are named. Method: no plain file; budget 1 s."""
+    assert _verify(fake_sglang, tmp_path / "out", "--phases", "host") == 2
+    assert _verify(fake_sglang, tmp_path / "out", "--phases", "plain", "--budget", "1") == 3
+
+
+def test_expected_tokens_of_other_prompts_are_refused(tmp_path: pathlib.Path) -> None:
+    """Goal: results of different prompts are never mixed. Method: a file saved under another key."""
+    fidelity.PlainOutputs({"seed": 1}, [[1]], [[1]]).save(tmp_path / "plain.json")
+    assert fidelity.PlainOutputs.load(tmp_path / "plain.json", {"seed": 1}).single == [[1]]
+    with pytest.raises(ValueError, match="was made with"):
+        fidelity.PlainOutputs.load(tmp_path / "plain.json", {"seed": 2})
+
+
+def test_benchmark_end_to_end_on_a_fake_server(fake_sglang: server.Paths, tmp_path: pathlib.Path) -> None:
+    """Goal: rows of all systems in the issue's form, replaced when measured again. Method: a fake server, two calls."""
+    out = tmp_path / "out"
+
+    def bench(*extra: str) -> int:
+        return bench_serving.main([
+            str(fake_sglang.model), "--out", str(out), "--logs", str(fake_sglang.logs), "--site", fake_sglang.site,
+            "--plugin", fake_sglang.plugin, "--cache", fake_sglang.cache, "--port", str(_free_port()), "--context", "30",
+            "--output", "8", "--concurrency", "1,3", "--commit", "abc", "--base", str(out / "none.json"), *extra,
+        ])  # fmt: skip
+
+    assert bench() == 0
+    assert bench("--systems", "ours") == 0
+    document = json.loads((out / "serving_h200.json").read_text())
+    assert [key for key in document if key != "rows"] == ["commit", "versions", "command"]
+    assert len(document["rows"]) == 6 and all(tuple(row) == results.SERVING_KEYS for row in document["rows"])
+    assert {row["system"] for row in document["rows"]} == {"plain", "builtin", "ours"}
+    assert all(row["output_tok_s"] > 0 and row["decode_tok_s"] > 0 for row in document["rows"])
+    assert bench("--systems", "plain", "--budget", "10") == 1
+
+
+@pytest.mark.parametrize("arguments", [["--phases", "plain,nosuch"], ["--prompts", "9", "--at-once", "8"], ["--commit", ""]])
+def test_bad_arguments_are_refused(arguments: list[str], tmp_path: pathlib.Path) -> None:
+    """Goal: a mistake costs no device time. Method: arguments that cannot work, before any server starts."""
+    with pytest.raises(SystemExit):
+        verify_server.parse_arguments([str(tmp_path), "--out", str(tmp_path), *arguments])
+
+
+def test_result_rows_of_another_form_are_refused(tmp_path: pathlib.Path) -> None:
+    """Goal: the files keep one form. Method: a row with a missing key, then rows that replace and extend a base file."""
+    good = dict.fromkeys(results.FIDELITY_KEYS, 0) | {"case": "a"}
+    with pytest.raises(ValueError, match="the form has"):
+        results.add_rows({"rows": []}, [{"case": "a"}], results.FIDELITY_KEYS, results.FIDELITY_IDENTITY)
+    base, path = tmp_path / "base.json", tmp_path / "new" / "file.json"
+    results.write_json(base, {"commit": "old", "rows": [good, good | {"case": "b"}]})
+    update = (results.FIDELITY_KEYS, results.FIDELITY_IDENTITY, {"commit": "new"})
+    results.update(path, base, [good | {"identical": 5}], *update)
+    document = json.loads(path.read_text())
+    assert document["commit"] == "new"
+    assert [(row["case"], row["identical"]) for row in document["rows"]] == [("b", 0), ("a", 5)]
+    assert json.loads(base.read_text())["commit"] == "old"
