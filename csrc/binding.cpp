@@ -21,10 +21,11 @@ void launch_on(DLDevice device, int (*launcher)(const Params&, void*), const Par
 void resolve(TensorView top_k, TensorView page_rows, TensorView seq_lens, TensorView req_slots, TensorView num_real_rows,
              TensorView page_table, TensorView hot_pages, TensorView tags, TensorView stamps, TensorView header, TensorView host_bases,
              TensorView device_bases, TensorView out, int64_t row_bytes, int64_t host_row_bytes, int64_t page_size,
-             int64_t cluster_blocks, int64_t copy_method) {
+             int64_t cluster_blocks, int64_t copy_method, bool translated_pages, bool overlap_launch) {
   const ResolveTensors tensors{top_k, page_rows, seq_lens, req_slots, num_real_rows, page_table, hot_pages,
                                tags,  stamps,    header,   host_bases, device_bases, out};
-  const ResolveParams params = make_resolve_params(tensors, row_bytes, host_row_bytes, page_size, cluster_blocks, copy_method);
+  const ResolveParams params = make_resolve_params(tensors, row_bytes, host_row_bytes, page_size, cluster_blocks, copy_method,
+                                                   translated_pages, overlap_launch);
   launch_on(top_k.device(), launch_resolve, params, "resolve");
 }
 
@@ -48,6 +49,10 @@ void audit(TensorView rows, TensorView top_k, TensorView page_rows, TensorView s
   launch_on(top_k.device(), launch_audit, make_audit_params(tensors, row_bytes, page_size), "audit");
 }
 
+void translate_pages(TensorView page_rows, TensorView page_table, TensorView out) {
+  launch_on(page_rows.device(), launch_translate_pages, make_translate_pages_params(page_rows, page_table, out), "translate_pages");
+}
+
 void translate(TensorView ids, TensorView page_table, TensorView out, int64_t page_size, int64_t missing) {
   launch_on(ids.device(), launch_translate, make_translate_params(ids, page_table, out, page_size, missing), "translate");
 }
@@ -59,4 +64,5 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(resolve, hisparse::resolve);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(copy_pages, hisparse::copy_pages);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather_rows, hisparse::gather_rows);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(audit, hisparse::audit);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(translate_pages, hisparse::translate_pages);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(translate, hisparse::translate);

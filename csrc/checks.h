@@ -69,7 +69,7 @@ struct ResolveTensors {
 };
 
 inline ResolveParams make_resolve_params(const ResolveTensors& t, int64_t row_bytes, int64_t host_row_bytes, int64_t page_size,
-                                         int64_t cluster_blocks, int64_t copy_method) {
+                                         int64_t cluster_blocks, int64_t copy_method, bool translated_pages, bool overlap_launch) {
   const DLDeviceType device = t.top_k.device().device_type == kDLCUDAHost ? kDLCPU : t.top_k.device().device_type;
   const auto expect = [&](const char* name, int ndim) { return Expected{name, ndim, device, t.top_k.device().device_id}; };
   ResolveParams p{};
@@ -145,6 +145,8 @@ inline ResolveParams make_resolve_params(const ResolveTensors& t, int64_t row_by
   p.row_bytes = static_cast<int32_t>(row_bytes);
   p.cluster_blocks = static_cast<int32_t>(cluster_blocks);
   p.copy_method = static_cast<int32_t>(copy_method);
+  p.translated_pages = translated_pages;
+  p.overlap_launch = overlap_launch;
   return p;
 }
 
@@ -232,6 +234,24 @@ inline AuditParams make_audit_params(const AuditTensors& t, int64_t row_bytes, i
   p.layers = static_cast<int32_t>(t.host_bases.size(0));
   p.row_bytes = static_cast<int32_t>(row_bytes);
   p.page_shift = page_shift_of(page_size);
+  return p;
+}
+
+inline TranslatePagesParams make_translate_pages_params(const TensorView& page_rows, const TensorView& page_table, const TensorView& out) {
+  const DLDeviceType device = page_rows.device().device_type == kDLCUDAHost ? kDLCPU : page_rows.device().device_type;
+  const auto expect = [&](const char* name, int ndim) { return Expected{name, ndim, device, page_rows.device().device_id}; };
+  TranslatePagesParams p{};
+  p.page_rows = int32_data(page_rows, expect("page_rows", 2));
+  p.page_table = int32_data(page_table, expect("page_table", 1));
+  p.out = const_cast<int32_t*>(int32_data(out, expect("out", 2)));
+  TVM_FFI_CHECK(page_table.size(0) >= 1, ValueError) << "page_table must hold at least the pad page";
+  TVM_FFI_CHECK(out.size(0) >= page_rows.size(0) && out.size(1) >= page_rows.size(1), ValueError) << "out is smaller than page_rows";
+  TVM_FFI_CHECK(page_rows.size(0) <= 65535, ValueError) << "at most 65535 rows, not " << page_rows.size(0);
+  p.page_rows_stride = row_stride(page_rows);
+  p.out_stride = row_stride(out);
+  p.rows = static_cast<int32_t>(page_rows.size(0));
+  p.max_pages = static_cast<int32_t>(page_rows.size(1));
+  p.num_logical_pages = static_cast<int32_t>(page_table.size(0) - 1);
   return p;
 }
 

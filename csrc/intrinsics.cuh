@@ -17,6 +17,9 @@ __device__ __forceinline__ char* block_shared_memory() {
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 
+// With programmatic dependent launch: returns when the kernel ahead in the stream has ended and its writes are visible.
+__device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
 // Host rows are read once: keep them out of L1. The memory clobber keeps a batch of loads ahead of what follows it.
 __device__ __forceinline__ int4 load_host(const int4* address) {
   int4 value;

@@ -52,7 +52,9 @@ struct ListedRows {
 template <int kPasses>
 __global__ void __launch_bounds__(kThreads, 1) gather_rows_kernel(const __grid_constant__ GatherRowsParams p) {
   const int warp = static_cast<int>(blockIdx.x) + static_cast<int>(gridDim.x) * (static_cast<int>(threadIdx.x) / 32);
-  copy_rows_by_loads<2, kPasses>(ListedRows{p}, p.row_bytes, warp, kWarps * static_cast<int>(gridDim.x), [] {});
+  WarpCopy<kPasses == 3 ? 1 : 2, kPasses> copy(p.row_bytes, warp, kWarps * static_cast<int>(gridDim.x));
+  copy.load(ListedRows{p});
+  copy.finish(ListedRows{p});
 }
 
 // One warp an entry; every entry of a host-only page is compared with its host row, in all layers.
@@ -99,6 +101,15 @@ __global__ void translate_kernel(const __grid_constant__ TranslateParams p) {
     static_cast<int32_t*>(p.out)[i] = static_cast<int32_t>(row);
 }
 
+__global__ void translate_pages_kernel(const __grid_constant__ TranslatePagesParams p) {
+  const int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
+  const int64_t row = blockIdx.y;
+  if (i >= p.max_pages) return;
+  const int32_t logical = p.page_rows[row * p.page_rows_stride + i];
+  const int32_t device = logical > 0 && logical <= p.num_logical_pages ? p.page_table[logical] : -1;
+  p.out[row * p.out_stride + i] = device > 0 ? device : device == 0 ? -logical : 0;
+}
+
 }  // namespace
 
 int launch_copy_pages(const CopyPagesParams& params, void* stream) {
@@ -128,6 +139,13 @@ int launch_audit(const AuditParams& params, void* stream) {
   const int64_t threads = int64_t{params.num_rows} * params.k * 32;
   if (threads == 0) return cudaSuccess;
   audit_kernel<<<static_cast<unsigned>((threads + 255) / 256), 256, 0, static_cast<cudaStream_t>(stream)>>>(params);
+  return cudaGetLastError();
+}
+
+int launch_translate_pages(const TranslatePagesParams& params, void* stream) {
+  if (params.rows == 0 || params.max_pages == 0) return cudaSuccess;
+  const dim3 grid(static_cast<unsigned>((params.max_pages + 255) / 256), static_cast<unsigned>(params.rows));
+  translate_pages_kernel<<<grid, 256, 0, static_cast<cudaStream_t>(stream)>>>(params);
   return cudaGetLastError();
 }
 

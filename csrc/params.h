@@ -28,7 +28,7 @@ constexpr int kClockPerStep = 8;
 
 struct ResolveParams {
   const int32_t* top_k;          // [rows, k] positions, -1 = hole
-  const int32_t* page_rows;      // [rows, max_pages] logical page numbers of the row's request
+  const int32_t* page_rows;      // [rows, max_pages] logical page numbers of the row's request, or translated_pages
   const void* seq_lens;          // [rows] int32, or int64 if wide_seq_lens
   const void* req_slots;         // [rows] int32, or int64 if wide_req_slots
   const int32_t* num_real_rows;  // [1] rows at or beyond it are padding
@@ -54,6 +54,8 @@ struct ResolveParams {
   int32_t wide_seq_lens, wide_req_slots;
   int32_t cluster_blocks;  // blocks that share one row's copies: 1, 2, 4 or 8; 0 lets the launcher choose
   int32_t copy_method;     // CopyMethod
+  int32_t translated_pages;  // page_rows come from translate_pages: device page, or minus a host-only logical page
+  int32_t overlap_launch;    // start before the kernel ahead has ended (programmatic dependent launch) and wait for it inside
 };
 
 enum CopyMethod : int {
@@ -94,6 +96,14 @@ struct AuditParams {
   int64_t* counts;  // [2] entries audited, entries that differ from their home; added to
   int64_t rows_stride, top_k_stride, page_rows_stride;
   int32_t num_rows, k, max_pages, num_logical_pages, layers, row_bytes, page_shift, wide_seq_lens;
+};
+
+struct TranslatePagesParams {
+  const int32_t* page_rows;   // [rows, max_pages] logical pages
+  const int32_t* page_table;  // [num_logical_pages + 1]
+  int32_t* out;               // [rows, max_pages] device page, minus the logical page if host-only, 0 if there is none
+  int64_t page_rows_stride, out_stride;
+  int32_t rows, max_pages, num_logical_pages;
 };
 
 struct TranslateParams {

@@ -41,16 +41,23 @@ cudaError_t launch(const ResolveParams& params, const DeviceLimits& limits, cuda
   if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)))
     return error;
   const int blocks = params.cluster_blocks > 0 ? params.cluster_blocks : choose_cluster(params.rows, limits.multiprocessors);
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim = {static_cast<unsigned>(blocks), 1, 1};
+  cudaLaunchAttribute attributes[2]{};
+  int num_attributes = 0;
+  if (blocks > 1) {
+    attributes[num_attributes].id = cudaLaunchAttributeClusterDimension;
+    attributes[num_attributes++].val.clusterDim = {static_cast<unsigned>(blocks), 1, 1};
+  }
+  if (params.overlap_launch) {
+    attributes[num_attributes].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[num_attributes++].val.programmaticStreamSerializationAllowed = 1;
+  }
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(blocks, params.rows);
   config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
   config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = blocks > 1 ? 1 : 0;
+  config.attrs = attributes;
+  config.numAttrs = static_cast<unsigned>(num_attributes);
   return cudaLaunchKernelEx(&config, kernel, params, table_bits, stages);
 }
 

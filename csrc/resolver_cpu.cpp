@@ -72,9 +72,10 @@ class RowResolver {
     if (position < 0) return Kind::kHole;
     const int32_t page = position >> p_.page_shift, offset = position & ((1 << p_.page_shift) - 1);
     if (!slot_exists_ || position >= index_at(p_.seq_lens, row_, p_.wide_seq_lens) || page >= p_.max_pages) return Kind::kError;
-    const int32_t logical = p_.page_rows[row_ * p_.page_rows_stride + page];
-    if (logical <= 0 || logical > p_.num_logical_pages) return Kind::kError;
-    const int32_t device = p_.page_table[logical];
+    const int32_t word = p_.page_rows[row_ * p_.page_rows_stride + page];
+    const int32_t logical = p_.translated_pages ? std::max(-word, 0) : word;
+    if (word == 0 || (!p_.translated_pages && (logical < 0 || logical > p_.num_logical_pages))) return Kind::kError;
+    const int32_t device = p_.translated_pages ? std::max(word, 0) : p_.page_table[logical];
     if (device > 0) {
       target = (device << p_.page_shift) + offset;
       return Kind::kResident;
@@ -181,11 +182,12 @@ void require_cpu(const TensorView& t, const char* what) {
 void resolve(TensorView top_k, TensorView page_rows, TensorView seq_lens, TensorView req_slots, TensorView num_real_rows,
              TensorView page_table, TensorView hot_pages, TensorView tags, TensorView stamps, TensorView header, TensorView host_bases,
              TensorView device_bases, TensorView out, int64_t row_bytes, int64_t host_row_bytes, int64_t page_size,
-             int64_t cluster_blocks, int64_t copy_method) {
+             int64_t cluster_blocks, int64_t copy_method, bool translated_pages, bool overlap_launch) {
   require_cpu(top_k, "resolve");
   const ResolveTensors tensors{top_k, page_rows, seq_lens, req_slots, num_real_rows, page_table, hot_pages,
                                tags,  stamps,    header,   host_bases, device_bases, out};
-  const ResolveParams params = make_resolve_params(tensors, row_bytes, host_row_bytes, page_size, cluster_blocks, copy_method);
+  const ResolveParams params = make_resolve_params(tensors, row_bytes, host_row_bytes, page_size, cluster_blocks, copy_method,
+                                                   translated_pages, overlap_launch);
   for (int64_t row = 0; row < params.rows; row++) RowResolver(params, row).run();
 }
 
@@ -246,6 +248,17 @@ void audit(TensorView rows, TensorView top_k, TensorView page_rows, TensorView s
     }
 }
 
+void translate_pages(TensorView page_rows, TensorView page_table, TensorView out) {
+  require_cpu(page_rows, "translate_pages");
+  const TranslatePagesParams p = make_translate_pages_params(page_rows, page_table, out);
+  for (int64_t row = 0; row < p.rows; row++)
+    for (int64_t i = 0; i < p.max_pages; i++) {
+      const int32_t logical = p.page_rows[row * p.page_rows_stride + i];
+      const int32_t device = logical > 0 && logical <= p.num_logical_pages ? p.page_table[logical] : -1;
+      p.out[row * p.out_stride + i] = device > 0 ? device : device == 0 ? -logical : 0;
+    }
+}
+
 void translate(TensorView ids, TensorView page_table, TensorView out, int64_t page_size, int64_t missing) {
   require_cpu(ids, "translate");
   const TranslateParams p = make_translate_params(ids, page_table, out, page_size, missing);
@@ -269,4 +282,5 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(resolve, hisparse::resolve);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(copy_pages, hisparse::copy_pages);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather_rows, hisparse::gather_rows);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(audit, hisparse::audit);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(translate_pages, hisparse::translate_pages);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(translate, hisparse::translate);

@@ -13,12 +13,15 @@ __device__ __forceinline__ int32_t hot_row(const int32_t* hot_pages, int slot, i
   return (hot_pages[slot >> page_shift] << page_shift) | (slot & ((1 << page_shift) - 1));
 }
 
-// A block's share of one row's misses: first, first + stride, ... below count. wanted[entry_of[m]] is the host row of miss m,
-// its target is slot victim[m]. Rows are numbered miss by miss, the layers of one miss side by side.
+__device__ __forceinline__ int64_t load_index(const void* values, int64_t i, int wide) {
+  return wide ? static_cast<const int64_t*>(values)[i] : static_cast<const int32_t*>(values)[i];
+}
+
+// A block's share of one row's misses: first, first + stride, ... below count. Miss m goes from host row miss_row[m] to slot
+// victim[m]. Rows are numbered miss by miss, the layers of one miss side by side.
 struct MissRows {
   const ResolveParams& p;
-  const int32_t* wanted;
-  const uint16_t* entry_of;
+  const int32_t* miss_row;
   const uint16_t* victim;
   const int32_t* hot_pages;
   int32_t first, stride, count;
@@ -27,7 +30,7 @@ struct MissRows {
 
   __device__ __forceinline__ const int4* source(int row) const {
     const int index = p.layers == 1 ? row : row / p.layers;
-    const int64_t host_row = wanted[entry_of[first + index * stride]];
+    const int64_t host_row = miss_row[first + index * stride];
     return reinterpret_cast<const int4*>(p.host_bases[row - index * p.layers] + host_row * p.host_row_bytes);
   }
 
@@ -38,21 +41,40 @@ struct MissRows {
   }
 };
 
-// One warp carries kRows rows at a time; every load of them is issued before the first store, so that a row costs one round
-// trip over the link and not one per pass. kPasses x 32 lanes x 16 bytes cover a row; kPasses = 0 takes rows of any size,
-// two passes at a time.
+// One warp's part of a copy of many rows: kRows rows at a time, every load of them issued before the first store, so that a
+// row costs one round trip over the link and not one per pass. kPasses x 32 lanes x 16 bytes cover a row; kPasses = 0 takes
+// rows of any size, two passes at a time. `load` starts the first batch: it needs sources only; `finish` does the rest.
 template <int kRows, int kPasses>
 struct WarpCopy {
   static constexpr int kHeld = kPasses ? kPasses : 2;
+  int row_vectors, warp, warps;
   int4 held[kRows][kHeld];
 
+  __device__ __forceinline__ WarpCopy(int row_bytes, int warp, int warps) : row_vectors(row_bytes / 16), warp(warp), warps(warps) {}
+
   template <typename Rows>
-  __device__ __forceinline__ void load(const Rows& rows, int row_vectors, int row, int step, int total, int first_vector) {
+  __device__ __forceinline__ void load(const Rows& rows) {
+    load_batch(rows, rows.total(), warp, 0);
+  }
+
+  template <typename Rows>
+  __device__ __forceinline__ void finish(const Rows& rows) {
+    const int total = rows.total();
+    for (int row = warp; row < total; row += kRows * warps)
+      for (int vector = 0; vector < row_vectors; vector += 32 * kHeld) {
+        if (row != warp || vector != 0) load_batch(rows, total, row, vector);
+        store_batch(rows, total, row, vector);
+      }
+  }
+
+ private:
+  template <typename Rows>
+  __device__ __forceinline__ void load_batch(const Rows& rows, int total, int row, int first_vector) {
     const int lane = static_cast<int>(threadIdx.x) & 31;
 #pragma unroll
     for (int r = 0; r < kRows; r++) {
-      if (row + r * step >= total) continue;
-      const int4* source = rows.source(row + r * step);
+      if (row + r * warps >= total) continue;
+      const int4* source = rows.source(row + r * warps);
 #pragma unroll
       for (int v = 0; v < kHeld; v++) {
         const int vector = first_vector + v * 32 + lane;
@@ -62,12 +84,12 @@ struct WarpCopy {
   }
 
   template <typename Rows>
-  __device__ __forceinline__ void store(const Rows& rows, int row_vectors, int row, int step, int total, int first_vector) {
+  __device__ __forceinline__ void store_batch(const Rows& rows, int total, int row, int first_vector) {
     const int lane = static_cast<int>(threadIdx.x) & 31;
 #pragma unroll
     for (int r = 0; r < kRows; r++) {
-      if (row + r * step >= total) continue;
-      int4* target = rows.target(row + r * step);  // found again rather than kept: registers are short
+      if (row + r * warps >= total) continue;
+      int4* target = rows.target(row + r * warps);
 #pragma unroll
       for (int v = 0; v < kHeld; v++) {
         const int vector = first_vector + v * 32 + lane;
@@ -77,38 +99,27 @@ struct WarpCopy {
   }
 };
 
-// Copies all rows with the warps numbered `warp` of `warps`. `meanwhile` runs once, after the first loads are under way.
-template <int kRows, int kPasses, typename Rows, typename Meanwhile>
-__device__ __forceinline__ void copy_rows_by_loads(const Rows& rows, int row_bytes, int warp, int warps, Meanwhile meanwhile) {
-  const int row_vectors = row_bytes / 16;
-  const int total = rows.total();
-  const int step = kPasses ? row_vectors : 32 * WarpCopy<kRows, kPasses>::kHeld;
-  bool first_batch = true;
-  for (int row = warp; row < total || first_batch; row += kRows * warps)
-    for (int vector = 0; vector < row_vectors; vector += step) {
-      WarpCopy<kRows, kPasses> copy;
-      copy.load(rows, row_vectors, row, warps, total, vector);
-      if (first_batch) meanwhile();
-      first_batch = false;
-      copy.store(rows, row_vectors, row, warps, total, vector);
-    }
+__device__ __forceinline__ uint64_t* ring_barrier(char* ring, int stages, int row_bytes) {
+  return reinterpret_cast<uint64_t*>(ring + static_cast<int64_t>(stages) * row_bytes) + threadIdx.x;
 }
 
-// One thread owns one stage of a ring in shared memory and carries one row at a time through it.
-template <typename Rows, typename Meanwhile>
-__device__ __forceinline__ void copy_rows_by_bulk(const Rows& rows, int row_bytes, char* ring, int stages, Meanwhile meanwhile) {
+// Bulk copies: one thread owns one stage of a ring in shared memory and carries one row at a time through it.
+template <typename Rows>
+__device__ __forceinline__ void start_bulk_copies(const Rows& rows, int row_bytes, char* ring, int stages) {
   const int stage = static_cast<int>(threadIdx.x);
-  const int total = rows.total();
+  if (stage >= stages || stage >= rows.total()) return;
+  uint64_t* barrier = ring_barrier(ring, stages, row_bytes);
+  barrier_init(barrier);
+  fence_async_shared();
+  bulk_load(ring + static_cast<int64_t>(stage) * row_bytes, rows.source(stage), row_bytes, barrier);
+}
+
+template <typename Rows>
+__device__ __forceinline__ void finish_bulk_copies(const Rows& rows, int row_bytes, char* ring, int stages) {
+  const int stage = static_cast<int>(threadIdx.x), total = rows.total();
+  if (stage >= stages || stage >= total) return;
+  uint64_t* barrier = ring_barrier(ring, stages, row_bytes);
   char* slot = ring + static_cast<int64_t>(stage) * row_bytes;
-  uint64_t* barrier = reinterpret_cast<uint64_t*>(ring + static_cast<int64_t>(stages) * row_bytes) + stage;
-  const bool works = stage < stages && stage < total;
-  if (works) {
-    barrier_init(barrier);
-    fence_async_shared();
-    bulk_load(slot, rows.source(stage), row_bytes, barrier);
-  }
-  meanwhile();
-  if (!works) return;
   uint32_t phase = 0;
   for (int row = stage; row < total; row += stages) {
     barrier_wait(barrier, phase);

@@ -35,7 +35,11 @@ SERVING = [
 
 def fetches(shape: Shape) -> list[Shape]:
     """The same world over every way to fetch."""
-    return [replace(shape, cluster_blocks=blocks, copy_method=method) for blocks in (0, 1, 2, 4, 8) for method in (CopyMethod.LOADS, CopyMethod.BULK)]
+    return [
+        replace(shape, cluster_blocks=blocks, copy_method=method, translated_pages=blocks % 4 == 0, overlap_launch=blocks % 3 == 2)
+        for blocks in (0, 1, 2, 4, 8)
+        for method in (CopyMethod.LOADS, CopyMethod.BULK)
+    ]
 
 
 def build() -> str:

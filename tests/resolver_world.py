@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from oracle import Oracle, Step
-from sglang_hisparse.kernels.resolver import CopyMethod, HotGroupState, resolve
+from sglang_hisparse.kernels.resolver import CopyMethod, HotGroupState, resolve, translate_pages
 
 POISON_ROW = -77
 NEVER_A_LEASE = 0
@@ -34,6 +34,8 @@ class Shape:
     host_row_bytes: int | None = None
     cluster_blocks: int = 0
     copy_method: CopyMethod = CopyMethod.LOADS
+    translated_pages: bool = False
+    overlap_launch: bool = False
 
 
 @dataclass(slots=True)
@@ -169,6 +171,7 @@ class World:
             "host_row_bytes": shape.host_row_bytes,
             "cluster_blocks": shape.cluster_blocks,
             "copy_method": shape.copy_method,
+            "overlap_launch": shape.overlap_launch,
         }
 
     def step(self, top_k: dict[int, np.ndarray], *, launch: Callable[..., None] = resolve, **options: Any) -> torch.Tensor:
@@ -176,7 +179,12 @@ class World:
         arguments = self.launch_arguments(top_k, **options)
         before = self.state.header[:, 4:8].cpu().clone()
         kv_before = self.kv.cpu().clone()
-        launch(**arguments)
+        if self.shape.translated_pages:
+            translated = torch.full_like(arguments["page_rows"], POISON_ROW)
+            translate_pages(arguments["page_rows"], self.page_table, translated)
+            launch(**{**arguments, "page_rows": translated, "translated_pages": True})
+        else:
+            launch(**arguments)
         step = Step(
             **{name: arguments[name].tolist() for name in ("top_k", "page_rows", "seq_lens", "req_slots")},
             num_real_rows=len(top_k),

@@ -23,6 +23,7 @@ __all__ = [
     "audit_rows",
     "read_rows",
     "resolve",
+    "translate_pages",
     "write_rows",
 ]
 
@@ -62,6 +63,8 @@ def resolve(
     host_row_bytes: int | None = None,
     cluster_blocks: int = 0,
     copy_method: CopyMethod = CopyMethod.LOADS,
+    translated_pages: bool = False,
+    overlap_launch: bool = False,
 ) -> None:
     """Write the device row of every selected position to `out`; rows that are neither resident nor hot are fetched first.
 
@@ -71,7 +74,9 @@ def resolve(
     lease, first entry 0 = no lease. group: a HotGroup, or a HotGroupState of one group, with B >= k, B <= 32768.
     host_bases, device_bases int64 [layers of the group]: addresses of row 0, a host row every `host_row_bytes`
     (default row_bytes), a device row every `row_bytes` (a multiple of 16). out int32 [rows, k], not top_k itself.
-    All tensors are on one device. cluster_blocks: blocks per row, 0 = automatic.
+    All tensors are on one device. cluster_blocks: blocks per row, 0 = automatic. translated_pages: page_rows come from
+    `translate_pages`. overlap_launch: let the launch overlap the end of the kernel ahead in the stream (programmatic dependent
+    launch); the call still reads nothing before that kernel has ended.
 
     An entry is answered with -1 if it is a hole or in a padded row; and, counted as failed, if its position is not below the
     sequence length, its page is no logical page, or it is host-only while the slot has no lease. Failed entries of a slot
@@ -99,7 +104,18 @@ def resolve(
         page_size,
         cluster_blocks,
         int(copy_method),
+        translated_pages,
+        overlap_launch,
     )
+
+
+def translate_pages(page_rows: torch.Tensor, page_table: torch.Tensor, out: torch.Tensor) -> None:
+    """Translate a step's logical pages once for all its resolves: pass `out` as their page_rows with translated_pages=True.
+
+    page_rows int32 [rows, max_pages], any row stride. out int32, at least as large: the device page, minus the logical page
+    of a host-only one, 0 for what is no logical page. Must run again whenever page_table or page_rows change.
+    """
+    library_of(page_rows).translate_pages(page_rows, page_table, out)
 
 
 def write_rows(loc: torch.Tensor, page_table: torch.Tensor, page_size: int) -> torch.Tensor:

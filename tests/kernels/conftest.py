@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,19 +15,20 @@ from sglang_hisparse.kernels import build, resolver
 
 @functools.cache
 def emulated_library() -> Any:
-    """The resolver's device code under the emulation of tests/kernels/emulation."""
+    """The resolver's device code under the emulation of tests/kernels/emulation; the rest is the CPU library's."""
     import tvm_ffi.cpp
 
     folder = Path(__file__).parent / "emulation"
     cache = build.cache_folder() / "hisparse_emulated"
     with build.ninja_on_path():
-        return tvm_ffi.cpp.load(
+        emulated = tvm_ffi.cpp.load(
             "hisparse_emulated",
             sources=[str(folder / "emulated.cpp")],
             extra_cflags=["-std=c++20", "-O2"],
             extra_include_paths=[str(build.source_folder())],
             build_directory=str(cache),
         )
+    return SimpleNamespace(resolve=emulated.resolve, translate_pages=build.load_cpu().translate_pages)
 
 
 @pytest.fixture(params=["cpu", "emulated", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -225,6 +225,23 @@ T atomicMin(T* address, T value) {
   return old;
 }
 template <typename T>
+T atomicMax(T* address, T value) {
+  const T old = *address;
+  *address = std::max(old, value);
+  return old;
+}
+inline unsigned each_byte(unsigned a, unsigned b, unsigned (*combine)(unsigned, unsigned)) {
+  unsigned result = 0;
+  for (int shift = 0; shift < 32; shift += 8) result |= (combine((a >> shift) & 255u, (b >> shift) & 255u) & 255u) << shift;
+  return result;
+}
+inline unsigned __vsub4(unsigned a, unsigned b) {
+  return each_byte(a, b, [](unsigned x, unsigned y) { return x - y; });
+}
+inline unsigned __vminu4(unsigned a, unsigned b) {
+  return each_byte(a, b, [](unsigned x, unsigned y) { return x < y ? x : y; });
+}
+template <typename T>
 T atomicCAS(T* address, T expected, T value) {
   const T old = *address;
   if (old == expected) *address = value;
@@ -246,6 +263,7 @@ inline void cluster_arrive() {
 inline void cluster_wait() {
   while (emulation::current->cluster->barrier.generation == emulation::current->cluster_generation) emulation::yield();
 }
+inline void wait_for_previous_kernel() {}
 inline int4 load_host(const int4* address) { return *address; }
 inline void barrier_init(uint64_t* barrier) { *barrier = 0; }
 inline void bulk_load(void* target, const void* source, uint32_t bytes, uint64_t* barrier) {
