@@ -67,7 +67,10 @@ def run_schedules(console: Console, num_schedules: int, seed: int, processes: in
     console.print(table)
     for fault in broken[:20]:
         console.print(f"seed {fault['seed']}: {fault['message']}", markup=False)
-    console.print(f"{totals['schedules']:,} schedules, {len(broken)} invariants broken, {totals['schedules'] / elapsed:.0f} a second")
+    console.print(
+        f"{totals['schedules']:,} schedules, {len(broken)} invariants broken, "
+        f"{totals['schedules'] / elapsed:.0f} a second"
+    )
     return {"totals": dict(totals), "broken": broken, "schedules_per_s": totals["schedules"] / elapsed}
 
 
@@ -76,7 +79,9 @@ def run_mutations(console: Console, num_schedules: int, seed: int, processes: in
     rows = []
     with ProcessPoolExecutor(processes) as pool:
         hunts = pool.map(hunt, MUTATIONS, [seed] * len(MUTATIONS), [num_schedules] * len(MUTATIONS))
-        for mutation, found in zip(MUTATIONS, track(hunts, "planted bugs", len(MUTATIONS), console=console), strict=True):
+        for mutation, found in zip(
+            MUTATIONS, track(hunts, "planted bugs", len(MUTATIONS), console=console), strict=True
+        ):
             count, seen = found or (None, None)
             rows.append({"bug": mutation.name, "breaks": mutation.breaks, "schedules": count, "seen_as": seen})
             table.add_row(mutation.name, mutation.breaks, "not caught" if count is None else f"{count:,}", seen or "-")

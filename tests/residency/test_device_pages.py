@@ -14,7 +14,12 @@ def test_lease_and_release_return_to_empty() -> None:
     hot = pages.lease(2, Owner.HOT, 3)
     resident = pages.lease(4, Owner.RESIDENT, 9)
     assert sorted(hot + resident) == [1, 2, 3, 4, 5, 6]
-    assert (pages.num_free, pages.count(Owner.HOT), pages.count(Owner.RESIDENT), pages.count(Owner.FREE)) == (0, 2, 4, 0)
+    assert (pages.num_free, pages.count(Owner.HOT), pages.count(Owner.RESIDENT), pages.count(Owner.FREE)) == (
+        0,
+        2,
+        4,
+        0,
+    )
     pages.release(hot, Owner.HOT, 3)
     pages.release(resident, Owner.RESIDENT)
     assert pages.num_free == pages.count(Owner.FREE) == 6
@@ -40,7 +45,9 @@ def test_shortage_takes_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("owner", "owner_id"), [(Owner.HOT, 1), (Owner.RESIDENT, 2), (Owner.FREE, None)], ids=["wrong kind", "wrong id", "free"]
+    ("owner", "owner_id"),
+    [(Owner.HOT, 1), (Owner.RESIDENT, 2), (Owner.FREE, None)],
+    ids=["wrong kind", "wrong id", "free"],
 )
 def test_only_the_owner_gives_back(owner: Owner, owner_id: int | None) -> None:
     """Goal: nobody else's page can be released (I2). Method: release with another kind and another id."""

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from residency.stage import Stage
 
+from residency.stage import Stage
 from sglang_hisparse.errors import InvariantError
 from sglang_hisparse.residency import Owner, PageState
 from sglang_hisparse.residency.invariants import check
 
 
 def scene() -> Stage:
-    """Slot 1 mixed (page 1 host-only), slot 2 being prefilled, page 9 cached and CLEAN, page 10 DIRTY; one copy under way."""
+    """Slot 1 mixed (page 1 host-only), slot 2 being prefilled, page 9 cached and CLEAN, page 10 DIRTY; one copy under
+    way."""
     stage = Stage(device=16)
     pages = stage.extend(1, 5)
     stage.coordinator.acquire_lease(1)
@@ -132,7 +133,9 @@ def test_host_only_page_of_an_unleased_user() -> None:
 def test_check_changes_nothing() -> None:
     """Goal: it may run at any idle moment. Method: compare every array of the book before and after."""
     stage = scene()
-    arrays = {name: value.copy() for name, value in vars(stage.book).items() if hasattr(value, "copy") and name != "_free"}
+    arrays = {
+        name: value.copy() for name, value in vars(stage.book).items() if hasattr(value, "copy") and name != "_free"
+    }
     check(stage.coordinator)
     for name, before in arrays.items():
         assert (getattr(stage.book, name) == before).all(), name

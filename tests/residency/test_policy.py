@@ -6,8 +6,8 @@ Method: one hand-driven scene per rule on a small coordinator, with the structur
 from __future__ import annotations
 
 import pytest
-from residency.stage import Stage
 
+from residency.stage import Stage
 from sglang_hisparse.residency import Mirroring, PageState, Residency, ResidencyMode, ResidencyPolicy
 from sglang_hisparse.residency.invariants import check
 
@@ -18,7 +18,7 @@ def watermarks(low: float, high: float, promote: int = 0) -> ResidencyPolicy:
     return ResidencyPolicy(watermark_low=low, watermark_high=high, promote_pages_per_step=promote)
 
 
-# -- victims -------------------------------------------------------------------------------------------------------------
+# -- victims -----------------------------------------------------------------------------------------------------------
 
 
 def test_room_that_is_there_costs_nothing() -> None:
@@ -72,7 +72,7 @@ def test_nothing_releasable_is_a_refusal() -> None:
     check(stage.coordinator)
 
 
-# -- going mixed ---------------------------------------------------------------------------------------------------------
+# -- going mixed -------------------------------------------------------------------------------------------------------
 
 
 def test_lease_is_funded_by_the_pages_given_back() -> None:
@@ -114,7 +114,8 @@ def test_a_request_that_is_being_prefilled_gives_nothing() -> None:
 
 
 def test_sharers_go_mixed_together_or_not_at_all() -> None:
-    """Goal: a shared page leaves only with a lease for each user (R19). Method: two users of a prefix worth two leases."""
+    """Goal: a shared page leaves only with a lease for each user (R19). Method: two users of a prefix worth two
+    leases."""
     stage = Stage(device=12, slots=4)
     prefix = stage.cache(3, 6)
     stage.extend(1, 9, prefix=prefix)
@@ -146,7 +147,7 @@ def test_refused_transaction_leaves_no_lease_mark() -> None:
     check(stage.coordinator)
 
 
-# -- the tick ------------------------------------------------------------------------------------------------------------
+# -- the tick ----------------------------------------------------------------------------------------------------------
 
 
 def test_eager_mirroring_has_a_budget() -> None:
@@ -162,7 +163,9 @@ def test_eager_mirroring_has_a_budget() -> None:
 
 def test_mirroring_on_pressure_waits_for_it() -> None:
     """Goal: `on_pressure` copies nothing while pages are free, and what is needed when they are not."""
-    stage = Stage(device=6, policy=ResidencyPolicy(mirroring=Mirroring.ON_PRESSURE, watermark_low=0.0, watermark_high=0.0))
+    stage = Stage(
+        device=6, policy=ResidencyPolicy(mirroring=Mirroring.ON_PRESSURE, watermark_low=0.0, watermark_high=0.0)
+    )
     pages = stage.cache(1, 5)
     stage.policy.tick()
     assert stage.sent == []
@@ -183,7 +186,8 @@ def test_watermark_is_refilled_to_the_high_mark() -> None:
 
 
 def test_promotion_waits_for_room_and_ends_the_lease() -> None:
-    """Goal: a mixed request becomes full only if the high mark stays free; bounded per step, newest first; then no lease."""
+    """Goal: a mixed request becomes full only if the high mark stays free; bounded per step, newest first; then no
+    lease."""
     stage = Stage(device=16, policy=watermarks(0.1, 0.25, promote=2))
     other = stage.cache(2, 4)
     pages = stage.extend(1, 7)
@@ -232,7 +236,8 @@ def test_always_host_sends_everything_beyond_the_tail() -> None:
 
 
 def test_always_host_sends_pages_that_are_all_shared() -> None:
-    """Goal: sharing does not keep pages on the device in this mode. Method: two requests whose sealed pages are all one prefix."""
+    """Goal: sharing does not keep pages on the device in this mode. Method: two requests whose sealed pages are all
+    one prefix."""
     stage = Stage(device=20, policy=ResidencyPolicy(mode=ResidencyMode.ALWAYS_HOST))
     prefix = stage.cache(3, 4)
     stage.extend(1, 6, prefix=prefix)

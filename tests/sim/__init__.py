@@ -1,1 +1,2 @@
-"""Deterministic simulation of the residency protocol: real coordinator and policy, modelled GPU, links and scheduler."""
+"""Deterministic simulation of the residency protocol: real coordinator and policy, modelled GPU, links and
+scheduler."""

@@ -102,7 +102,10 @@ class GpuModel:
         """Until that forward has run, with as few copies as it needs."""
         while self.executed < forward:
             if not self._step_forward() and not self._step_copy():
-                raise Violation("liveness", f"forward {self.executed + 1} waits for copy {self.forward_stream[0][1]}, which never runs")
+                raise Violation(
+                    "liveness",
+                    f"forward {self.executed + 1} waits for copy {self.forward_stream[0][1]}, which never runs",
+                )
 
     def drain(self) -> None:
         while self._step_copy() or self._step_forward():
@@ -166,7 +169,9 @@ class GpuModel:
                 page = item.pages[position // size]
                 device_page = self.table[page]
                 if not device_page:
-                    raise Violation("I2", f"slot {item.slot} writes position {position} of page {page}, which has no device page")
+                    raise Violation(
+                        "I2", f"slot {item.slot} writes position {position} of page {page}, which has no device page"
+                    )
                 self.device[device_page * size + position % size] = item.tokens[position]
 
     def _check_owners(self) -> None:
@@ -196,7 +201,8 @@ class GpuModel:
                     invariant = {"resident": "I6", "hot": "I4", "host": "I1"}[kind]
                     raise Violation(
                         invariant,
-                        f"slot {item.slot} reads token {value} in a {kind} row of page {page}, not {item.tokens[position]} (position {position})",
+                        f"slot {item.slot} reads token {value} in a {kind} row of page {page}, "
+                        f"not {item.tokens[position]} (position {position})",
                     )
         self.executed += 1
 

@@ -28,7 +28,7 @@ class Mutation:
     simulation: type[Simulation] = Simulation
 
 
-# -- host copies and their acknowledgements ------------------------------------------------------------------------------
+# -- host copies and their acknowledgements ----------------------------------------------------------------------------
 
 
 class ReleaseBeforeEnqueue(ResidencyCoordinator):
@@ -112,7 +112,7 @@ class CopyAheadOfForward(GpuModel):
         self.copy_stream.append((0, transfer))
 
 
-# -- sealing and the tail ------------------------------------------------------------------------------------------------
+# -- sealing and the tail ----------------------------------------------------------------------------------------------
 
 
 class MirrorUnsealed(ResidencyCoordinator):
@@ -135,7 +135,7 @@ class TailNotHeld(ResidencyCoordinator):
         self.book.set_held_from(slot, int(self.book.num_pages[slot]))
 
 
-# -- the step's order ----------------------------------------------------------------------------------------------------
+# -- the step's order --------------------------------------------------------------------------------------------------
 
 
 class WaitSkipped(ResidencyCoordinator):
@@ -185,7 +185,7 @@ class FreeWritesTheTable(Simulation):
     ranks_class = _RanksThatZeroTheTable
 
 
-# -- leases and hot rows -------------------------------------------------------------------------------------------------
+# -- leases and hot rows -----------------------------------------------------------------------------------------------
 
 
 class LeaseNotReturned(ResidencyCoordinator):
@@ -239,6 +239,15 @@ class SpillIgnoresUnleasedUsers(SpillPolicy):
         book.unleased[pages] = kept
 
 
+class LeasesBeyondTheLedger(SpillPolicy):
+    """Every request gets a lease while pages are free, short ones too: pages that others were promised."""
+
+    def tick(self) -> None:
+        super().tick()
+        for slot in self._unleased_decoding():
+            self.coordinator.acquire_lease(slot)
+
+
 class HoldsLeaked(ResidencyCoordinator):
     """A page that leaves a request's row keeps the hold of its tail."""
 
@@ -256,7 +265,7 @@ class SlotKeepsSealBorder(ResidencyCoordinator):
         self.book.sealed[slot] = kept
 
 
-# -- pools, ranks and flush ----------------------------------------------------------------------------------------------
+# -- pools, ranks and flush --------------------------------------------------------------------------------------------
 
 
 class _TrustingDevicePages(DevicePages):
@@ -340,6 +349,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     _gpu("hot rows kept on lease change", "I4", HotRowsKeptOnLeaseChange),
     _coordinator("dedup without re-homing", "R22", DedupWithoutRehome),
     Mutation("shared page spilled with an unleased user", "R19", Parts(policy=SpillIgnoresUnleasedUsers)),
+    Mutation("leases beyond the ledger", "R20", Parts(policy=LeasesBeyondTheLedger)),
     _coordinator("holds leaked", "R19", HoldsLeaked),
     _coordinator("slot keeps its seal border", "R12", SlotKeepsSealBorder),
     Mutation("double free accepted", "I2", Parts(device_pages=_TrustingDevicePages, coordinator=DoubleFreeAccepted)),

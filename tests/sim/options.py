@@ -28,6 +28,7 @@ class Options:
     num_families: int
     longest_pages: int
     output_pages: int  # longest output
+    ledger: bool  # admission counts what live requests may need at worst; their growth must never be refused then
     p_arrive: float
     p_twin: float  # an equal prompt arrives with it
     p_abort: float
@@ -51,6 +52,7 @@ class Options:
         hot = rng.randint(1, 2)
         page_size = rng.randint(2, 4)
         longest = device - hot
+        p_late, p_unsent = sometimes(0.7), sometimes(0.7)
         low = rng.choice((0.0, 0.1, 0.3, 0.5))
         return cls(
             limits=ResidencyLimits(
@@ -80,13 +82,15 @@ class Options:
             num_families=rng.randint(1, 3),
             longest_pages=longest,
             output_pages=rng.choice((1, 2, 4)),
+            # With copies that are not acknowledged at once nobody can promise pages.
+            ledger=not (p_late or p_unsent) and rng.random() < 0.8,
             p_arrive=rng.uniform(0.2, 0.9),
             p_twin=sometimes(0.8),
             p_abort=sometimes(0.15),
             p_retract=sometimes(0.15),
             p_flush=sometimes(0.1, 0.3),
-            p_late=sometimes(0.7),
-            p_unsent=sometimes(0.7),
+            p_late=p_late,
+            p_unsent=p_unsent,
             p_fail=sometimes(0.6),
             p_duplicate=sometimes(0.5),
             p_lost=sometimes(0.3),

@@ -39,7 +39,8 @@ class RadixModel:
         return path
 
     def insert(self, tokens: Sequence[int], pages: Sequence[int], num_pages: int) -> list[Node]:
-        """Cache the first `num_pages` pages; returns the path, whose pages are the tree's own where it had them already."""
+        """Cache the first `num_pages` pages; returns the path, whose pages are the tree's own where it had them
+        already."""
         path = self.match(tokens, num_pages)
         for index in range(len(path), num_pages):
             parent = path[-1] if path else None

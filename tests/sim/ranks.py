@@ -187,7 +187,8 @@ class Ranks:
         return pages
 
     def clear(self) -> None:
-        """Flush: drain the GPU, cancel what was not sent, forget everything; acknowledgements come afterwards or never."""
+        """Flush: drain the GPU, cancel what was not sent, forget everything; acknowledgements come afterwards or
+        never."""
         forgets = self.rng.random() < 0.5
         for rank in self.members:
             rank.gpu.drain()

@@ -1,53 +1,25 @@
 """One simulated schedule: SGLang's scheduler in small, over real coordinators and modelled GPUs.
 
 Requests with shared prompts arrive, are prefilled in chunks, decode, finish, are aborted, retracted and flushed, under
-overlap or not, with too few device pages and too few logical ones. The calling order is the runtime's. Everything follows
-from the seed. `Simulation(seed).run()` raises Violation; there is no other verdict.
+overlap or not, with too few device pages and too few logical ones. The calling order is the runtime's. Everything
+follows from the seed. `Simulation(seed).run()` raises Violation; there is no other verdict.
 """
 
 from __future__ import annotations
 
 import random
 import re
-from dataclasses import dataclass, field
 
 from sglang_hisparse.errors import InvariantError
-from sglang_hisparse.residency import PageState
 from sglang_hisparse.residency.invariants import check
 from sim.gpu_model import ForwardItem, Violation
 from sim.options import Options
-from sim.radix_model import Node, RadixModel
+from sim.radix_model import RadixModel
 from sim.ranks import Parts, Ranks
+from sim.requests import Batch, Request
 
 DRAIN_STEPS = 600
 FAMILY = 1_000  # tokens of one prompt family; requests' own tokens begin above
-
-
-@dataclass(slots=True, eq=False)
-class Request:
-    """`seq_len` rows are written by launched forwards, `num_known` tokens are known (prompt and processed outputs)."""
-
-    uid: int
-    tokens: list[int]
-    prompt_len: int
-    target_len: int
-    num_known: int
-    seq_len: int = 0
-    slot: int = 0
-    pages: list[int] = field(default_factory=list)
-    path: list[Node] = field(default_factory=list)  # tree pages that it uses and locks
-    epoch: int = 0  # counts lives: results of an earlier one are dropped
-    num_retracted: int = 0
-    aborted: bool = False
-
-
-@dataclass(slots=True)
-class Batch:
-    """A launched forward and what its result concerns."""
-
-    forward: int
-    is_prefill: bool
-    rows: list[tuple[Request, int]]  # (request, its epoch)
 
 
 class Simulation:
@@ -193,10 +165,14 @@ class Simulation:
         start = len(prefix) * size
         end = min(request.prompt_len, start + self.options.chunk_tokens)
         num_new = -(-end // size) - len(prefix)
+        final, prompt = -(-request.target_len // size), -(-request.prompt_len // size)
+        limits, book = self.options.limits, ranks.first.coordinator.book
+        worst = max(prompt + 1, min(final, limits.smallest_pages))
+        if self.options.ledger and book.committed_pages() + worst > limits.num_device_pages:
+            return None
         RadixModel.lock(path, +1)
         ranks.each(lambda rank: rank.coordinator.book.hold(prefix, +1))
-        states = ranks.first.coordinator.book.state
-        on_host = [page for page in prefix if states[page] == PageState.HOST]
+        on_host = [page for page in prefix if book.is_host_only(page)]
         if not self._make_room(num_new, len(on_host)):
             ranks.each(lambda rank: rank.coordinator.book.hold(prefix, -1))
             RadixModel.lock(path, -1)
@@ -204,7 +180,6 @@ class Simulation:
         if on_host and not ranks.each(lambda rank: rank.coordinator.promote(on_host)):
             raise Violation("I7", f"room was made for {len(on_host)} host-only pages and they cannot be promoted")
         slot = self.free_slots.pop()
-        final, prompt = -(-request.target_len // size), -(-request.prompt_len // size)
         ranks.each(lambda rank: rank.coordinator.attach(slot, prefix, prompt_pages=prompt, final_pages=final))
         ranks.each(lambda rank: rank.coordinator.book.hold(prefix, -1))
         request.slot, request.path, request.pages, request.seq_len = slot, path, prefix, start
@@ -230,7 +205,10 @@ class Simulation:
             ranks.free(self.tree.evict(num_new - book.num_free))
             if num_new > book.num_free:
                 return False
-        return ranks.each(lambda rank: rank.policy.make_room(num_new + num_promoted))
+        done = ranks.each(lambda rank: rank.policy.make_room(num_new + num_promoted))
+        if not done and self.options.ledger:
+            raise Violation("I7", f"{num_new + num_promoted} pages were promised and cannot be had: {self.pending()}")
+        return done
 
     def _append(self, request: Request, count: int) -> None:
         if not count:
@@ -307,13 +285,14 @@ class Simulation:
                 self._cache(request, request.prompt_len)
 
     def _cache(self, request: Request, length: int) -> None:
-        """Put the full pages of the first `length` tokens into the tree; the request uses the tree's pages from then on."""
+        """Put the full pages of the first `length` tokens into the tree; the request uses the tree's pages from then
+        on."""
         if not self.options.radix:
             return
         path = self.tree.insert(request.tokens, request.pages, length // self.page_size)
         pages = [node.page for node in path]
         old = self.ranks.each(lambda rank: rank.coordinator.replace(request.slot, 0, pages))
-        if old != [mine for mine, theirs in zip(request.pages, pages) if mine != theirs]:
+        if old != [mine for mine, theirs in zip(request.pages, pages, strict=False) if mine != theirs]:
             raise Violation("R22", f"replacing {request.pages} by {pages} gave up {old}")
         request.pages = pages + request.pages[len(pages) :]
         self.ranks.free(old)
@@ -359,7 +338,9 @@ class Simulation:
         """Why the system is not empty, in words."""
         reasons = [f"request {r.uid} waits" for r in self.waiting] + [f"request {r.uid} runs" for r in self.running]
         if self.chunked is not None:
-            reasons.append(f"request {self.chunked.uid} is between chunks at {self.chunked.seq_len} of {self.chunked.prompt_len}")
+            reasons.append(
+                f"request {self.chunked.uid} is between chunks at {self.chunked.seq_len} of {self.chunked.prompt_len}"
+            )
         for rank in self.ranks.members:
             coordinator, limits = rank.coordinator, self.options.limits
             device, logical = coordinator.device_pages.num_free, coordinator.book.num_free

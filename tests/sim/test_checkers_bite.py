@@ -1,17 +1,18 @@
-"""Goal: the checkers bite. Method: plant one protocol bug at a time; the simulator must see it within a few thousand schedules.
+"""Goal: the checkers bite. Method: plant one protocol bug at a time; the simulator must see it within a few thousand
+schedules.
 
-I1 to I7 and the review's rules have planted bugs in mutations.py. I8 (what validation accepts, admission admits) is checked
-here on the policy alone, and against SGLang's admission in tests/memory. I9 (every output entry of the resolver is
-written) belongs to the resolver: its contract tests poison the output before each call.
+I1 to I7 and the review's rules have planted bugs in mutations.py. I8 (what validation accepts, admission admits) is
+checked here on the policy alone, and against SGLang's admission in tests/memory. I9 (every output entry of the
+resolver is written) belongs to the resolver: its contract tests poison the output before each call.
 """
 
 from __future__ import annotations
 
 import pytest
 from residency.stage import Stage
-from sim.mutations import MUTATIONS, Mutation, hunt
 
 from sglang_hisparse.residency import SpillPolicy
+from sim.mutations import MUTATIONS, Mutation, hunt
 
 SEED = 40_000
 LIMIT = 3_000
@@ -23,7 +24,9 @@ def test_planted_bug_is_caught(mutation: Mutation) -> None:
     assert hunt(mutation, SEED, LIMIT) is not None, f"{mutation.name} survived {LIMIT} schedules"
 
 
-@pytest.mark.parametrize("invariant", ["I1", "I2", "I3", "I4", "I5", "I6", "R4", "R5", "R7", "R9", "R12", "R19", "R22", "R30"])
+@pytest.mark.parametrize(
+    "invariant", ["I1", "I2", "I3", "I4", "I5", "I6", "R4", "R5", "R7", "R9", "R12", "R19", "R20", "R22", "R30"]
+)
 def test_every_rule_has_a_planted_bug(invariant: str) -> None:
     """Goal: no rule is without a test of its test. Method: look through the table."""
     assert any(mutation.breaks == invariant for mutation in MUTATIONS)
@@ -48,7 +51,8 @@ class PolicyThatKeepsReserve(SpillPolicy):
 
 
 def test_admission_without_slack() -> None:
-    """Goal: I8, and that its check bites. Method: all sizes in a full cache, with the policy and with one that keeps a page."""
+    """Goal: I8, and that its check bites. Method: all sizes in a full cache, with the policy and with one that keeps
+    a page."""
     assert admits_all(SpillPolicy, 6)
     assert not admits_all(PolicyThatKeepsReserve, 6)
 

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 
 import pytest
 from residency.stage import Stage
-from sim.gpu_model import ForwardItem, GpuModel, Violation
 
 from sglang_hisparse.errors import InvariantError
 from sglang_hisparse.residency import PageState, Residency
 from sglang_hisparse.residency.invariants import check
 from sglang_hisparse.residency.types import PageTransfer
+from sim.gpu_model import ForwardItem, GpuModel, Violation
 
 P = 4  # page size of every scene
 
@@ -34,7 +34,9 @@ class Scene(Stage):
             self.gpu.enqueue(transfer)
         return self._sink(transfers)
 
-    def run(self, slot: int, start: int, end: int, *, tokens: int, reads: Sequence[int] = (), ends: bool = True) -> None:
+    def run(
+        self, slot: int, start: int, end: int, *, tokens: int, reads: Sequence[int] = (), ends: bool = True
+    ) -> None:
         """Launch a forward that writes positions [start, end) with tokens `tokens + position`; it does not run yet."""
         content = [tokens + position for position in range(200)]
         is_prefill = bool(self.book.prefilling[slot])
@@ -64,11 +66,12 @@ class Scene(Stage):
         return pages
 
 
-# -- the public record ---------------------------------------------------------------------------------------------------
+# -- the public record -------------------------------------------------------------------------------------------------
 
 
 def test_page_without_host_copy_never_becomes_host_only() -> None:
-    """vllm#56158: decode pages were never copied, and later fetched. Method: drop the mirror step; nothing may spill."""
+    """vllm#56158: decode pages were never copied, and later fetched. Method: drop the mirror step; nothing may
+    spill."""
     scene = Scene(device=8, auto_ack=False)
     scene._send = None  # type: ignore[assignment,method-assign]
     scene.coordinator._mirror_sink = lambda transfers: []
@@ -81,7 +84,8 @@ def test_page_without_host_copy_never_becomes_host_only() -> None:
 
 @pytest.mark.parametrize("steps", range(1, 10))
 def test_retraction_keeps_what_was_written(steps: int) -> None:
-    """sglang#40729: retraction dropped state before it was saved. Method: retract after each step, resume, compare rows."""
+    """sglang#40729: retraction dropped state before it was saved. Method: retract after each step, resume, compare
+    rows."""
     scene = Scene(device=12)
     scene.prefill(1, 3, tokens=1_000)
     length = 3 * P
@@ -104,8 +108,8 @@ def test_retraction_keeps_what_was_written(steps: int) -> None:
 
 
 def test_late_write_of_a_previous_owner_never_reaches_a_reader() -> None:
-    """sglang#35049: pages were reused while the old write was under way. Method: abort under a copy, reuse ids and device
-    pages last in first out, run the old copy late."""
+    """sglang#35049: pages were reused while the old write was under way. Method: abort under a copy, reuse ids and
+    device pages last in first out, run the old copy late."""
     scene = Scene(device=8)
     old = scene.prefill(1, 1, tokens=1_000)
     scene.forward()
@@ -130,7 +134,8 @@ def test_late_write_of_a_previous_owner_never_reaches_a_reader() -> None:
 
 
 def test_decode_without_hot_state_is_refused() -> None:
-    """sglang#27258: a path skipped admission and read without hot state. Method: end a lease that is needed; no forward."""
+    """sglang#27258: a path skipped admission and read without hot state. Method: end a lease that is needed; no
+    forward."""
     scene = Scene()
     scene.prefill(1, 5, tokens=1_000)
     scene.spill_tail_excepted(1)
@@ -145,8 +150,8 @@ def test_decode_without_hot_state_is_refused() -> None:
 
 
 def test_host_and_device_pages_are_told_apart() -> None:
-    """sglang#31482: host page numbers were used on the device. Method: reverse the device's free list, so that no number
-    means the same page on both sides; spill, fetch, promote and compare."""
+    """sglang#31482: host page numbers were used on the device. Method: reverse the device's free list, so that no
+    number means the same page on both sides; spill, fetch, promote and compare."""
     scene = Scene(device=12, logical=24)
     scene.pages._free.reverse()
     pages = scene.prefill(1, 6, tokens=1_000)
@@ -163,11 +168,12 @@ def test_host_and_device_pages_are_told_apart() -> None:
     check(scene.coordinator)
 
 
-# -- traps of the review -------------------------------------------------------------------------------------------------
+# -- traps of the review -----------------------------------------------------------------------------------------------
 
 
 def test_a_launched_forward_keeps_its_table() -> None:
-    """Trap 2: free, dedup and finish write under a running step. Method: launch, then finish and reuse; only then run."""
+    """Trap 2: free, dedup and finish write under a running step. Method: launch, then finish and reuse; only then
+    run."""
     scene = Scene(device=8)
     scene.prefill(1, 3, tokens=1_000)
     scene.grow(1, 1)
@@ -181,8 +187,8 @@ def test_a_launched_forward_keeps_its_table() -> None:
 
 
 def test_the_next_writer_waits_for_the_copy() -> None:
-    """Trap 3: release at enqueue forgets who comes next. Method: release a page under its copy, give it away, and try to
-    run the new writer before the copy."""
+    """Trap 3: release at enqueue forgets who comes next. Method: release a page under its copy, give it away, and try
+    to run the new writer before the copy."""
     scene = Scene(device=4)
     cached = scene.prefill(1, 2, tokens=1_000)
     scene.forward()
@@ -203,7 +209,8 @@ def test_the_next_writer_waits_for_the_copy() -> None:
 
 
 def test_kept_pages_of_a_retracted_request_can_leave_at_once() -> None:
-    """Trap 4: what retraction keeps stayed resident, so that nothing was gained. Method: retract on a full device, make room."""
+    """Trap 4: what retraction keeps stayed resident, so that nothing was gained. Method: retract on a full device,
+    make room."""
     scene = Scene(device=6)
     pages = scene.prefill(1, 6, tokens=1_000)
     assert not scene.policy.make_room(3)
@@ -213,8 +220,8 @@ def test_kept_pages_of_a_retracted_request_can_leave_at_once() -> None:
 
 
 def test_committed_is_not_written() -> None:
-    """Trap 6: `kv_committed_len` runs one step ahead. Method: a page whose last row is only announced is not copied; once
-    its forward is launched, the copy waits for it, whichever stream is asked first."""
+    """Trap 6: `kv_committed_len` runs one step ahead. Method: a page whose last row is only announced is not copied;
+    once its forward is launched, the copy waits for it, whichever stream is asked first."""
     scene = Scene()
     scene.prefill(1, 1, tokens=1_000)
     scene.grow(1, 1)
@@ -249,7 +256,8 @@ def test_a_page_finished_in_flight_stays_whole_in_the_cache() -> None:
 
 
 def test_prefixes_of_a_batch_stay_while_room_is_made() -> None:
-    """Trap 7: making room for one request spilled the prefix of another. Method: hold both prefixes, ask for too much."""
+    """Trap 7: making room for one request spilled the prefix of another. Method: hold both prefixes, ask for too
+    much."""
     scene = Scene(device=6)
     first = scene.prefill(1, 2, tokens=1_000)
     scene.finish(1, keep=2)
@@ -264,8 +272,8 @@ def test_prefixes_of_a_batch_stay_while_room_is_made() -> None:
 
 
 def test_full_request_is_not_stripped_by_its_neighbour() -> None:
-    """Trap 8a: spilling a shared page for one user leaves the other with host-only rows and no lease. Method: pressure on
-    two users of one prefix; both decode afterwards."""
+    """Trap 8a: spilling a shared page for one user leaves the other with host-only rows and no lease. Method:
+    pressure on two users of one prefix; both decode afterwards."""
     scene = Scene(device=12, slots=4)
     prefix = scene.prefill(3, 6, tokens=1_000)
     scene.finish(3, keep=6)
@@ -281,8 +289,8 @@ def test_full_request_is_not_stripped_by_its_neighbour() -> None:
 
 
 def test_dedup_against_a_host_only_page() -> None:
-    """Trap 8b: after dedup the request reads a host-only page as data. Method: two equal prompts; the first is cached and
-    spilled while the second is in its next chunk."""
+    """Trap 8b: after dedup the request reads a host-only page as data. Method: two equal prompts; the first is cached
+    and spilled while the second is in its next chunk."""
     scene = Scene(device=8)
     tree = scene.prefill(1, 2, tokens=1_000)
     pages = scene.extend(2, 2, launch=False)
@@ -299,8 +307,8 @@ def test_dedup_against_a_host_only_page() -> None:
 
 
 def test_a_slot_comes_back_clean() -> None:
-    """Trap 16: slots are reused at once, by whoever comes. Method: release twice under the extra step, next request in the
-    same slot with the same pages and no lease."""
+    """Trap 16: slots are reused at once, by whoever comes. Method: release twice under the extra step, next request
+    in the same slot with the same pages and no lease."""
     scene = Scene(device=10)
     scene.prefill(1, 5, tokens=1_000)
     scene.spill_tail_excepted(1)
@@ -317,7 +325,8 @@ def test_a_slot_comes_back_clean() -> None:
 
 
 def test_flush_under_copies() -> None:
-    """Trap 17: a flush while copies are under way. Method: not idle before, drained, then old acknowledgements arrive."""
+    """Trap 17: a flush while copies are under way. Method: not idle before, drained, then old acknowledgements
+    arrive."""
     scene = Scene(device=8)
     scene.prefill(1, 4, tokens=1_000)
     ids = scene.mirror_all()
