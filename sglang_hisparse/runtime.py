@@ -8,6 +8,8 @@ inside the captured graph. It takes no decision of its own and never waits for t
 from __future__ import annotations
 
 import logging
+import signal
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,6 +133,10 @@ class HiSparseRuntime:
         self.tree_cache = scheduler.tree_cache
         scheduler.enable_hisparse = False
         self.hot.forget_counts()
+        if threading.current_thread() is threading.main_thread():
+            # A scheduler that is told to end directly would die with its pinned memory still registered: let it leave its
+            # loop instead, so that SGLang's orderly shutdown runs, and with it `destroy`.
+            signal.signal(signal.SIGTERM, lambda *_: setattr(scheduler, "gracefully_exit", True))
 
     def set_decode_producer_stream(self, stream: Any) -> None:
         self.worker.forward_stream = stream
