@@ -39,7 +39,8 @@ def run_check(name: str, check: Callable[[], object], results: dict[str, object]
     except Exception as error:  # every check runs, whatever fails
         traceback.print_exc()
         results[name] = {"ok": False, "seconds": round(time.time() - began, 1), "detail": f"{type(error).__name__}: {error}"[:600]}
-    print(f"{'ok  ' if results[name]['ok'] else 'FAIL'} {name}: {results[name]['detail']} ({results[name]['seconds']} s)", flush=True)
+    shown = results[name]["detail"] if name != "timings" else "below"
+    print(f"{'ok  ' if results[name]['ok'] else 'FAIL'} {name}: {shown} ({results[name]['seconds']} s)", flush=True)
     return bool(results[name]["ok"])
 
 
@@ -65,27 +66,32 @@ def sanitize() -> dict[str, str]:
     return outcome
 
 
-def timings() -> list[dict[str, object]]:
-    """The table of the design, our variants beside it, and the all-resident batch."""
+COLUMNS = ("row_bytes", "batch", "misses", "ours", "best", "no_copy", "gather", "resident", "wrong", "variant")
+POINTS = [(1, 0), (1, 102), (1, 307), (1, 614), (8, 102), (8, 614), (32, 0), (32, 102), (64, 102), (64, 614)]
+
+
+def timings(row_sizes: list[int]) -> list[dict[str, object]]:
+    """The table of points, our variants beside it, and the all-resident batch; microseconds."""
     rows = []
-    for row_bytes in (1152, 656):
-        for batch, misses in [(1, 0), (1, 102), (1, 307), (1, 614), (8, 102), (8, 614), (32, 0), (32, 102), (64, 102), (64, 614)]:
+    for row_bytes in row_sizes:
+        for batch, misses in POINTS:
             case = bench_resolver.Case(row_bytes, 2048, 4096, batch, misses)
+            tried = bench_resolver.variants(case)
+            fetching = [row for row in tried if not str(row["variant"]).startswith("none")]
+            right = [row for row in fetching if row["correct"]]
             work = bench_resolver.Workload(case)
+            automatic, automatic_right = bench_resolver.time_ours(work)
             row: dict[str, object] = {"row_bytes": row_bytes, "batch": batch, "misses": misses}
-            best = None
-            for method in bench_resolver.CopyMethod:
-                for blocks in (1, 2, 4, 8):
-                    if blocks * batch > 264:
-                        continue
-                    took, correct = bench_resolver.time_ours(work, blocks, method)
-                    row[f"{method.name}_{blocks}"] = round(took, 1) if correct else f"WRONG {took:.1f}"
-                    if method.name != "NONE" and correct and (best is None or took < best[0]):
-                        best = (took, f"{method.name}_{blocks}")
-            row["best"] = f"{best[0]:.1f} {best[1]}" if best else "none right"
-            row["gather_us"] = round(work.gather_us(), 1)
-            resident, right = bench_resolver.time_resident(work) if misses == 0 else (None, True)
-            row["resident_us"] = round(resident, 1) if resident and right else None if right else "WRONG"
+            row["ours"] = round(automatic, 1) if automatic_right else "WRONG"
+            row["best"] = min((row["us"] for row in right), default=None)
+            row["variant"] = next((row["variant"] for row in right if row["us"] == min(r["us"] for r in right)), None)
+            row["no_copy"] = min(row["us"] for row in tried if str(row["variant"]).startswith("none"))
+            row["gather"] = round(work.gather_us(), 1)
+            if misses == 0:
+                resident = [bench_resolver.time_resident(work, overlap) for overlap in (False, True)]
+                row["resident"] = "/".join(f"{took:.1f}" if ok else "WRONG" for took, ok in resident)
+            row["wrong"] = len(fetching) - len(right)
+            row["all"] = {str(each["variant"]): each["us"] for each in tried}
             rows.append(row)
             print(row, flush=True)
     return rows
@@ -98,6 +104,7 @@ def main() -> int:
     parser.add_argument("--sanitize-case", action="store_true", help="only a tiny fuzz, to be run under a tool")
     parser.add_argument("--no-sanitizer", action="store_true")
     parser.add_argument("--no-timing", action="store_true")
+    parser.add_argument("--row-bytes", type=int, nargs="+", default=[1152, 656])
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("no CUDA device is visible", file=sys.stderr)
@@ -112,11 +119,11 @@ def main() -> int:
         if not arguments.no_sanitizer:
             run_check("sanitizer", sanitize, results)
         if not arguments.no_timing:
-            run_check("timings", timings, results)
+            run_check("timings", lambda: timings(arguments.row_bytes), results)
     print("\n--- summary ---")
     for name, result in results.items():
         if name == "timings" and result["ok"]:
-            bench_resolver.print_table(result["detail"])
+            bench_resolver.print_table([{key: row.get(key) for key in COLUMNS} for row in result["detail"]])
         else:
             print(f"{'ok  ' if result['ok'] else 'FAIL'} {name}: {result['detail']}")
     if out := os.environ.get("OUT"):
