@@ -150,7 +150,10 @@ class HiSparseRuntime:
         self.residency.book.hold(prefixes, +1)
         on_host = [page for page in dict.fromkeys(prefixes) if self.residency.book.is_host_only(page)]
         new_pages = sum(-(-request.seq_len // self.page_size) - len(request.prefix_pages) for request in self._extend)
-        if self.make_room(len(on_host) + new_pages) and on_host:
+        # The admission ledger has promised these pages. Going on without them would read rows that are not there.
+        if not self.make_room(len(on_host) + new_pages):
+            raise InvariantError(f"I7: {len(on_host) + new_pages} device pages were promised to an extend and cannot be freed")
+        if on_host:
             self.residency.promote(on_host)
 
     def _extend_request(self, batch: Any, index: int) -> _ExtendRequest:
@@ -210,7 +213,7 @@ class HiSparseRuntime:
         launch, self._launch = self._launch, None
         if launch is not None:
             slots, seq_lens, ends = launch
-            self.residency.check_step([slot for slot, end in zip(slots, ends, strict=True) if end])
+            self.residency.check_step(slots)
             self.residency.note_launch(slots, seq_lens, ends)
         self.stats.tick()
 
