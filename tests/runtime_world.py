@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from harness.reference import History, row_words
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
 from sglang.srt.mem_cache import allocation
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
@@ -27,7 +28,6 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.runtime_context import get_context, get_parallel
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from harness.reference import History, row_words
 from sglang_hisparse import hooks, settings
 from sglang_hisparse.config import ModelFacts, parse_config
 from sglang_hisparse.memory.allocator import HiSparseAllocator
@@ -109,6 +109,7 @@ class World:
 
         self.request_pool.free_rows = free_rows_as_hooked
         self._count = 0
+        self.writes_rows = True  # off: for tests of counts alone
         self.is_broken = False  # a test that plants damage says so, and is not asked for soundness at its end
 
     def _follower_flags(self) -> list[bool]:
@@ -214,7 +215,9 @@ class World:
         return loc
 
     def _take_token(self, client: Client) -> None:
-        client.req.output_ids.append(client.history.token(len(client.req.origin_input_ids) + len(client.req.output_ids)))
+        client.req.output_ids.append(
+            client.history.token(len(client.req.origin_input_ids) + len(client.req.output_ids))
+        )
 
     def finish(self, client: Client, *, checkpoint: bool = True) -> None:
         """As after the last token: the lease goes back, the tree keeps what it can, the slot is free."""
@@ -255,6 +258,8 @@ class World:
     def forward(self, clients: Sequence[Client], loc: torch.Tensor, spans: list[tuple[int, int]]) -> None:
         """Apply the plan, then write the rows of the new tokens in every layer."""
         self.runtime.before_forward()
+        if not self.writes_rows:
+            return
         hashes = np.concatenate(
             [client.history.hashes(np.arange(*span)) for client, span in zip(clients, spans, strict=True)]
         )
@@ -331,9 +336,7 @@ def published(**server_args: Any) -> Iterator[None]:
 
 
 @contextmanager
-def make_world(
-    sizes: Sizes = Sizes(), *, device: str = "cpu", radix: bool = True, **config: Any
-) -> Iterator[World]:
+def make_world(sizes: Sizes = Sizes(), *, device: str = "cpu", radix: bool = True, **config: Any) -> Iterator[World]:
     """A world, whose host memory is given back at the end. config: further keys of --hisparse-config."""
     values = {
         "device_buffer_size": sizes.hot_pages * PAGE,
@@ -348,6 +351,9 @@ def make_world(
         stack.callback(settings.reset)
         settings._State.resolved = parse_config(json.dumps(values)).resolve(facts)
         settings.fix_ratio(sizes.ratio)
+        # Tensors here are tiny: a second thread only costs time.
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)
         backend = "torch_native" if device == "cpu" else "dsa"
         stack.enter_context(published(attention_backend=backend, device=device))
         world = World(sizes, device, radix)

@@ -42,7 +42,9 @@ class Reference:
 def snapshot(world: World) -> tuple:
     """Everything that a query could change by mistake."""
     book, pages, residency = world.book, world.allocator.device_pages, world.residency
-    arrays = [getattr(book, name) for name in ("state", "device_page", "users", "holds", "slot_pages", "num_pages", "leased")]
+    arrays = [
+        getattr(book, name) for name in ("state", "device_page", "users", "holds", "slot_pages", "num_pages", "leased")
+    ]
     return (
         [array.tobytes() for array in (*arrays, pages.owner, pages.owner_id)],
         (list(book._free), list(pages._free), dict(residency.hot_lease), list(residency._table_changes)),
@@ -138,7 +140,9 @@ def test_exhaustion_is_all_or_nothing(short: str) -> None:
         assert after[:2] == before[:2], "a refusal may be counted, and change nothing else"
         assert extend([1], [8 * PAGE]).tolist() == list(range(PAGE, 9 * PAGE))
         runtime.decode_slots = [1]
-        assert allocator.alloc_decode(torch.tensor([8 * PAGE + 1]), torch.tensor([8 * PAGE + 1]), None).tolist() == [9 * PAGE]
+        assert allocator.alloc_decode(torch.tensor([8 * PAGE + 1]), torch.tensor([8 * PAGE + 1]), None).tolist() == [
+            9 * PAGE
+        ]
 
 
 def test_three_ways_to_free(world: World) -> None:
@@ -200,7 +204,9 @@ def test_two_ledgers(world: World) -> None:
     world.go_mixed(client)
     assert allocator.available_size() == (96 - 11) * PAGE
     stats = world.runtime.get_token_stats()
-    assert stats == type(stats)((24 - world.num_free_device) * PAGE, (24 - world.num_free_device) / 24, 11 * PAGE, 11 / 96)
+    assert stats == type(stats)(
+        (24 - world.num_free_device) * PAGE, (24 - world.num_free_device) / 24, 11 * PAGE, 11 / 96
+    )
 
 
 def test_device_shortage_spills_and_leaves_the_tree(world: World) -> None:

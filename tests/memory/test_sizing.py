@@ -292,7 +292,9 @@ def test_a_ratio_that_fits_ignores_a_larger_cap(hooked: SimpleNamespace, caplog:
 
 
 @pytest.mark.parametrize("ratio", [10, None])
-def test_a_cap_shrinks_the_ratio(hooked: SimpleNamespace, caplog: pytest.LogCaptureFixture, ratio: float | None) -> None:
+def test_a_cap_shrinks_the_ratio(
+    hooked: SimpleNamespace, caplog: pytest.LogCaptureFixture, ratio: float | None
+) -> None:
     """Goal: host_pool_gib bounds a given and a derived ratio, and says so where one was asked for. Method: 100 GiB."""
     with published(ratio, host_pool_gib=100):
         make_configurator(GLM, FP8)._resolve_memory_pool_config(80)

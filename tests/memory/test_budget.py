@@ -1,0 +1,349 @@
+"""Goal: what is admitted gets its pages, and what validation accepts is admitted. Method: SGLang's PrefillAdder, both ledgers."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from runtime_world import PAGE, Client, Sizes, World, make_world
+from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
+from sglang.srt.managers.utils import validate_input_length
+
+from sglang_hisparse.hooks import after_get_worker_info
+from sglang_hisparse.memory.budget import HiSparsePrefillBudget
+from sglang_hisparse.residency import (
+    DevicePages,
+    Owner,
+    ResidencyCoordinator,
+    ResidencyLimits,
+    ResidencyMode,
+    ResidencyPolicy,
+    SpillPolicy,
+)
+from sglang_hisparse.residency.invariants import check
+
+
+def adder_for(world: World, chunk: int | None = None) -> PrefillAdder:
+    """One admission pass of an otherwise empty system."""
+    return PrefillAdder(PAGE, world.tree, world.allocator, None, 1.0, 1 << 20, chunk)
+
+
+def waiting(world: World, length: int, *, max_new_tokens: int = 64, ignore_eos: bool = False) -> Client:
+    """A request that has looked up its prefix, as the scheduler has it when it asks for admission."""
+    client = world.client(world.prompt(length, seed=length), max_new_tokens)
+    client.req.sampling_params.ignore_eos = ignore_eos
+    client.req.init_next_round_input(world.tree)
+    return client
+
+
+def checked(budget: HiSparsePrefillBudget, tokens: int, *, new: int = 64, total: int = PAGE) -> bool:
+    """Whether the budget admits a request of `tokens` tokens that costs `total` in SGLang's own ledger."""
+    return budget.check_prefill(
+        extend_input_len=tokens,
+        total_tokens=total,
+        max_new_tokens=new,
+        input_tokens=tokens,
+        swa_host_hit_length=0,
+        chunk_limit=None,
+    )[0]
+
+
+# ---- two ledgers -----------------------------------------------------------------------------------------------------
+
+
+def test_either_ledger_alone_refuses() -> None:
+    """Goal: logical tokens and device pages are both asked. Method: a request at each border, with the other one wide."""
+    with make_world(Sizes(device_pages=12, ratio=4.0)) as world:
+        budget = world.allocator.create_prefill_budget(world.tree)
+        assert checked(budget, 11 * PAGE) and not checked(budget, 11 * PAGE + 1), (
+            "twelve device pages, one to grow into"
+        )
+        assert checked(budget, PAGE, total=48 * PAGE - 1) and not checked(budget, PAGE, total=48 * PAGE)
+
+
+def test_admitted_requests_are_charged_in_pages() -> None:
+    """Goal: the second of a pass sees the first. Method: twelve device pages, prompts of five and of six pages."""
+    with make_world(Sizes(device_pages=12)) as world:
+        adder = adder_for(world)
+        for length, fits in ((5 * PAGE, True), (6 * PAGE, False), (4 * PAGE, True)):
+            client = waiting(world, length)
+            result = adder.add_one_req(client.req, False, None)
+            assert (client.req in adder.can_run_list) == fits, length
+            assert fits or result is AddReqResult.NO_TOKEN
+        assert adder.memory_budget.free_device_pages == 12 - 6 - 5
+
+
+def test_running_requests_are_charged_at_their_worst() -> None:
+    """Goal: a decoding request counts as lease, tail and one page, a prefilling one with its prompt. Method: both forms."""
+    with make_world(Sizes(device_pages=24)) as world:
+        client = world.client(world.prompt(10 * PAGE), max_new_tokens=500)
+        world.extend(client, tokens=4 * PAGE)
+        assert world.allocator.create_prefill_budget(world.tree).free_device_pages == 24 - 11
+        world.publish(client)
+        world.extend(client)
+        world.publish(client)
+        assert world.allocator.create_prefill_budget(world.tree).free_device_pages == 24 - 5
+        assert world.runtime.admission_may_have_room() is False
+        world.finish(client)
+        assert world.runtime.admission_may_have_room() is True and world.runtime.admission_may_have_room() is False
+
+
+def test_cached_pages_do_not_count() -> None:
+    """Goal: what can be spilled is free for admission. Method: a device full of cached pages, then a long prompt."""
+    with make_world(Sizes(device_pages=12)) as world:
+        world.finish(world.start(11 * PAGE))
+        adder, client = adder_for(world), waiting(world, 10 * PAGE + 1)
+        adder.add_one_req(client.req, False, None)
+        assert adder.can_run_list == [client.req]
+        world.tree.unlock(client.req.lock)
+        client.req.lock = None
+        world.extend(client)
+        assert world.wrong_rows(client) == 0
+
+
+# ---- chunks ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("remaining", "limit", "chunk"), [(1261, 8192, 1216), (1261, 256, 256), (1261, 300, 256)])
+def test_chunks_are_whole_pages(remaining: int, limit: int, chunk: int) -> None:
+    """Goal: R18, a chunk never ends in a page because memory is short. Method: SGLang's remainder of 1,261 tokens."""
+    with make_world() as world:
+        budget = world.allocator.create_prefill_budget(world.tree)
+        budget.total_offset = world.allocator.size - remaining
+        assert budget.available_chunk_tokens(limit) == chunk and not budget.closed
+
+
+def test_an_outgrown_estimate_does_not_stop_a_chunk() -> None:
+    """Goal: a chunk goes on while pages exist, whatever was planned for others. Method: offsets beyond the pool."""
+    with make_world() as world:
+        budget = world.allocator.create_prefill_budget(world.tree)
+        budget.total_offset = 2 * world.allocator.size
+        assert budget.available_chunk_tokens(256) == 256 and not budget.has_capacity()
+
+
+def test_a_parked_chunk_closes_the_pass() -> None:
+    """Goal: nobody overtakes a parked chunk (R18). Method: no logical page is left; ask for every kind of admission."""
+    with make_world(Sizes(device_pages=24, ratio=1.0)) as world:
+        clients = [world.start(6 * PAGE, seed=seed) for seed in range(3)]
+        chunked = world.client(world.prompt(9 * PAGE, seed=9))
+        world.extend(chunked, tokens=6 * PAGE)
+        world.publish(chunked)
+        assert world.num_free_logical == 0
+        adder = adder_for(world, chunk=256)
+        assert adder.add_chunked_req(chunked.req) is chunked.req and adder.can_run_list == []
+        budget = adder.memory_budget
+        assert budget.closed and not budget.has_capacity() and not checked(budget, 1)
+        assert not budget.can_allocate_prefill(paged_input=1, extend_input_len=1, max_new_tokens=1, chunk_limit=256)
+        late = waiting(world, 10)
+        assert adder.add_one_req(late.req, True, None) is AddReqResult.NO_TOKEN and adder.can_run_list == []
+        for client in clients:
+            world.finish(client, checkpoint=False)
+        again = adder_for(world, chunk=256)
+        assert again.add_chunked_req(chunked.req) is None and again.can_run_list == [chunked.req]
+
+
+# ---- I8: what validation accepts, admission admits in an empty system ------------------------------------------------
+
+SYSTEMS = {
+    "device-bound": Sizes(device_pages=9, ratio=4.0),
+    "equal": Sizes(device_pages=9, ratio=1.0),
+    "smallest": Sizes(device_pages=5, ratio=1.0),
+    "fractional": Sizes(device_pages=9, ratio=1.5, hot_pages=3),
+}
+
+
+def accepted_limits(world: World) -> tuple[int, int]:
+    """(max_req_len, max_req_input_len) that the scheduler gets from SGLang's worker through our hook."""
+    from sglang.srt.managers.tp_worker import TpModelWorker
+
+    worker = SimpleNamespace(
+        model_runner=SimpleNamespace(
+            effective_logical_max_total_num_tokens=world.allocator.size,
+            logical_max_total_num_tokens=world.allocator.size,
+            max_running_requests=8,
+            token_to_kv_pool_allocator=world.allocator,
+            forward_stream=None,
+            req_to_token_pool=world.request_pool,
+            token_to_kv_pool=world.pool,
+        ),
+        model_config=SimpleNamespace(context_len=1 << 20),
+        dllm_algorithm=None,
+        random_seed=0,
+        device="cpu",
+    )
+    info = after_get_worker_info(TpModelWorker.get_worker_info(worker), worker)
+    return info[4], info[5]
+
+
+def clip_output(world: World, client: Client, max_req_len: int) -> None:
+    """SGLang's own clip of the output length, run on what it reads of the scheduler."""
+    from sglang.srt.managers.scheduler import Scheduler
+
+    scheduler = SimpleNamespace(
+        max_new_tokens_limit=None,
+        max_req_len=max_req_len,
+        max_total_num_tokens=world.allocator.size,
+        kv_shard_widening=1,
+        page_size=PAGE,
+        token_to_kv_pool_allocator=world.allocator,
+        sliding_window_size=None,
+        chunked_prefill_size=128,
+    )
+    Scheduler.init_req_max_new_tokens(scheduler, client.req)
+
+
+def run_alone(world: World, client: Client, chunk: int | None, steps: int) -> None:
+    """Admit, prefill in the chunks that the adder grants, and decode to the end of the output, at most `steps` tokens."""
+    is_first = True
+    while is_first or client.req.prefix_len < len(client.req.origin_input_ids):
+        adder = adder_for(world, chunk)
+        if is_first:
+            adder.add_one_req(client.req, False, None)
+        else:
+            adder.add_chunked_req(client.req)
+        assert adder.can_run_list == [client.req], f"not admitted at {client.req.prefix_len} of its prompt"
+        tokens = client.req.extend_end - client.req.prefix_len
+        if is_first and client.req.lock is not None:
+            world.tree.unlock(client.req.lock)
+            client.req.lock = None
+        world.extend(client, tokens=tokens)
+        world.publish(client)
+        is_first = False
+    while len(client.req.output_ids) < min(client.req.sampling_params.max_new_tokens, steps):
+        world.decode(client)
+    world.finish(client, checkpoint=False)
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True], ids=["eos", "ignore-eos"])
+@pytest.mark.parametrize(("radix", "chunk"), [(True, 128), (False, 128), (False, None)])
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_what_is_accepted_is_admitted(system: str, radix: bool, chunk: int | None, ignore_eos: bool) -> None:
+    """Goal: I8 at every border. Method: prompt lengths around each page border up to the limit, short and endless outputs."""
+    with make_world(SYSTEMS[system], radix=radix) as world:
+        world.writes_rows = False
+        max_req_len, limit = accepted_limits(world)
+        assert 2 * PAGE <= limit < max_req_len <= min(world.allocator.size, world.allocator.device_tokens)
+        borders = range(PAGE, limit + PAGE, PAGE)
+        lengths = sorted({n for b in borders for n in (b - 1, b, b + 1)} | {1, limit - 1, limit})
+        for length in [n for n in lengths if n <= limit]:
+            for output, steps in ((1, 1), (1 << 20, 70 if length == limit or length == 2 * PAGE else 2)):
+                client = waiting(world, length, max_new_tokens=output, ignore_eos=ignore_eos)
+                assert validate_input_length(client.req, limit, True) is None
+                clip_output(world, client, max_req_len)
+                assert client.req.sampling_params.max_new_tokens >= 1
+                run_alone(world, client, chunk, steps)
+        assert (world.num_free_device, world.tree.evictable_size() + world.allocator.available_size()) == (
+            world.sizes.device_pages - (0 if not radix else world.allocator.device_pages.count(Owner.RESIDENT)),
+            world.allocator.size,
+        )
+
+
+# ---- I7: the ledger keeps its promise --------------------------------------------------------------------------------
+
+
+class Device:
+    """The protocol with the real ledger, without SGLang: requests with nested shared prefixes on a few device pages."""
+
+    def __init__(self, device_pages: int, hot_pages: int, mode: ResidencyMode = ResidencyMode.HYBRID) -> None:
+        limits = ResidencyLimits(4000, device_pages, 40, 200, hot_pages)
+        policy, pages = ResidencyPolicy(mode=mode), DevicePages(device_pages)
+        self.residency = ResidencyCoordinator(limits, policy, pages, lambda batch: [t.transfer_id for t in batch])
+        self.policy = SpillPolicy(self.residency)
+        self.limits = limits
+        self.lengths: dict[int, int] = {}
+        self.finals: dict[int, int] = {}
+
+    def budget(self) -> HiSparsePrefillBudget:
+        allocator = SimpleNamespace(
+            page_size=PAGE,
+            device_pages=self.residency.device_pages,
+            residency=self.residency,
+            available_size=lambda: 1 << 30,
+            runtime=SimpleNamespace(committed_device_pages=self.residency.book.committed_pages),
+        )
+        tree: Any = SimpleNamespace(supports_mamba=lambda: False, evictable_size=lambda: 0)
+        return HiSparsePrefillBudget(allocator, tree)
+
+    def start(self, prefix: list[int], own: int, grows: int) -> list[int] | None:
+        """Admit, hold, make room, promote, allocate, prefill. None: the budget refused."""
+        prompt, final = len(prefix) + own, len(prefix) + own + grows
+        if not checked(self.budget(), prompt * PAGE, new=grows * PAGE):
+            return None
+        residency, book, slot = self.residency, self.residency.book, len(self.lengths) + 1
+        book.hold(prefix, +1)
+        on_host = [page for page in prefix if book.is_host_only(page)]
+        assert self.policy.make_room(len(on_host) + own), "an admitted prefill found no device pages"
+        assert not on_host or residency.promote(on_host)
+        residency.attach(slot, prefix, prompt_pages=prompt, final_pages=final)
+        book.hold(prefix, -1)
+        assert residency.append(slot, book.allocate(own))
+        self.lengths[slot], self.finals[slot] = prompt, final
+        self._launch([slot])
+        return book.pages(slot).tolist()
+
+    def grow(self) -> None:
+        """Every request that has not reached its end takes one page more, all in one step."""
+        slots = [slot for slot, length in self.lengths.items() if length < self.finals[slot]]
+        assert self.policy.make_room(len(slots)), "a decode step within the ledger found no device pages"
+        for slot in slots:
+            assert self.residency.append(slot, self.residency.book.allocate(1))
+            self.lengths[slot] += 1
+        self._launch(slots)
+
+    def _launch(self, slots: list[int]) -> None:
+        self.policy.tick()
+        self.residency.take_plan()
+        self.residency.check_step(slots)
+        self.residency.note_launch(slots, [self.lengths[slot] * PAGE for slot in slots], [True] * len(slots))
+        check(self.residency)
+
+
+def test_a_long_prefix_of_two_leaves_though_its_first_page_serves_a_third() -> None:
+    """Goal: nested sharing does not pin pages that the ledger counts as movable. Method: two share 24 pages, one shares 1."""
+    device = Device(38, 8)
+    row = device.start([], 26, 0)
+    assert row is not None
+    assert device.start(row[:24], 2, 0) and device.start(row[:1], 2, 0) and device.start([], 10, 0)
+    assert sorted(device.residency.hot_lease) == [1, 2], "the short request is charged for its pages, not for a lease"
+
+
+def test_always_host_leases_within_the_ledger() -> None:
+    """Goal: leases of short requests do not take what others were promised. Method: short requests until none is admitted."""
+    device = Device(30, 8, ResidencyMode.ALWAYS_HOST)
+    while device.start([], 3, 0):
+        assert device.residency.book.committed_pages() <= 30
+    assert 1 <= len(device.residency.hot_lease) < len(device.lengths)
+
+
+_MEMBER = st.tuples(st.integers(1, 6), st.integers(0, 6))  # pages of its own, pages that it grows by
+_FAMILY = st.tuples(st.integers(0, 24), st.lists(_MEMBER, min_size=1, max_size=6))
+
+
+@given(
+    device_pages=st.integers(8, 60),
+    hot_pages=st.integers(1, 8),
+    root=st.integers(0, 6),
+    families=st.lists(_FAMILY, min_size=1, max_size=4),
+    mode=st.sampled_from(ResidencyMode),
+)
+def test_the_ledger_keeps_its_promise(
+    device_pages: int, hot_pages: int, root: int, families: list[tuple[int, list[tuple[int, int]]]], mode: ResidencyMode
+) -> None:
+    """Goal: I7, no admitted request is short of device pages. Method: families of requests with nested prefixes, growing."""
+    device = Device(device_pages, hot_pages, mode)
+    if device_pages < device.limits.smallest_pages:
+        return
+    root_pages: list[int] = []
+    for shared, members in families:
+        family: list[int] = []
+        for own, grows in members:
+            prefix = root_pages + family
+            row = device.start(prefix, root - len(root_pages) + shared - len(family) + own, grows)
+            if row is not None:
+                root_pages, family = row[:root], row[root : root + shared]
+            device.grow()
+    for _ in range(8):
+        device.grow()
