@@ -105,8 +105,9 @@ class HiSparseAllocator(HiSparseTokenToKVPoolAllocator):
         return min(self._size_full, self._size_hisparse) - 2 * self.page_size
 
     def max_new_tokens_for_memory(self, input_tokens: int, max_new_tokens: int, *, token_capacity: int, **kwargs: Any) -> int | None:
+        # SGLang has clipped to `max_request_tokens` already; with that as capacity too, the longest prompts would get no output.
         return super().max_new_tokens_for_memory(
-            input_tokens, max_new_tokens, token_capacity=min(token_capacity, self.max_request_tokens()), **kwargs
+            input_tokens, max_new_tokens, token_capacity=min(token_capacity, self._size_hisparse), **kwargs
         )
 
     def verify_byte_accounting(self) -> list[str]:

@@ -187,15 +187,20 @@ class PageBook:
     def is_host_only(self, page: int) -> bool:
         return self.state[page] == _HOST
 
-    def committed_pages(self) -> int:
-        """Device pages that the live requests need when everything that can be spilled is spilled.
+    def worst_pages(self) -> np.ndarray:
+        """Per slot, int64: device pages that its request needs when everything that can be spilled is spilled.
 
         A request that is being prefilled keeps its whole prompt; a decoding one can shrink to a hot lease, its tail and one
-        page to grow into, if it is longer than that.
+        page to grow into, if it is longer than that, and holds no less once it has the lease.
         """
-        limits, live = self.limits, self.live
-        decoding = np.minimum(np.maximum(self.final_pages, self.num_pages), limits.smallest_pages)
-        return int(np.where(self.prefilling, np.maximum(self.prompt_pages + 1, decoding), decoding)[live].sum())
+        smallest = self.limits.smallest_pages
+        decoding = np.minimum(np.maximum(self.final_pages, self.num_pages), smallest)
+        decoding = np.where(self.leased, smallest, decoding)
+        return np.where(self.prefilling, np.maximum(self.prompt_pages + 1, decoding), decoding) * self.live
+
+    def committed_pages(self) -> int:
+        """`worst_pages` of all live requests."""
+        return int(self.worst_pages().sum())
 
     def forget_transfer(self, page: int) -> None:
         self.transfer[page] = NO_TRANSFER

@@ -93,25 +93,40 @@ class SpillPolicy:
         return False
 
     def _mix_best_cluster(self, num_pages: int) -> bool:
-        """Requests that share pages go mixed together, where the pages they give back exceed all their leases."""
+        """Requests that share pages go mixed together, where the pages they give back exceed all their leases.
+
+        Candidates are the sets of users of the pages themselves: a long prefix that two requests share may leave although
+        the first page of it serves a hundred others. Requests too short to be charged for a lease (`worst_pages`) never
+        take part: the ledger pays for every page that they use, and could not pay for their leases.
+        """
         book, hot = self.coordinator.book, self.coordinator.limits.hot_pages
-        slots = self._unleased_decoding()
-        shared = book.sealed_resident() & (book.holds == 0) & (book.unleased > 1)
+        worst = book.worst_pages()
+        slots = [slot for slot in self._unleased_decoding() if worst[slot] == self.coordinator.limits.smallest_pages]
         rows = {slot: book.slot_pages[slot, : book.held_from[slot]] for slot in slots}
-        for slot in sorted(slots, key=lambda s: (-int(np.count_nonzero(shared[rows[s]])), s)):
-            own = rows[slot][shared[rows[slot]]]
-            if not own.size:
-                return False
-            cluster = [other for other in slots if np.isin(rows[other], own).any()]
-            users = np.zeros(book.users.shape, dtype=np.int32)
-            for member in cluster:
-                np.add.at(users, rows[member], 1)
-            members = np.unique(np.concatenate([rows[member] for member in cluster]))
-            eligible = book.sealed_resident() & (book.holds == 0) & (users == book.unleased) & (users > 0)
-            pages = members[eligible[members]]
-            if pages.size > hot * len(cluster) and self._mix(cluster, pages):
-                return True
-        return False
+        users = np.zeros(book.users.shape, dtype=np.int32)
+        for row in rows.values():
+            np.add.at(users, row, 1)
+        leavable = book.sealed_resident() & (book.holds == 0) & (book.unleased > 1) & (users == book.unleased)
+        first_pages: dict[int, None] = {}  # of the runs of pages with the same users: rows share prefixes, so sets only shrink
+        for row in rows.values():
+            own = row[leavable[row]]
+            first_pages.update(dict.fromkeys(own[np.diff(users[own], prepend=-1) != 0].tolist()))
+        candidates = []
+        for page in first_pages:
+            cluster = [slot for slot in slots if (rows[slot] == page).any()]
+            pages = self._pages_of_cluster([rows[slot] for slot in cluster])
+            if (gain := pages.size - hot * len(cluster)) > 0:
+                candidates.append((-gain, cluster, pages))
+        return any(self._mix(cluster, pages) for _, cluster, pages in sorted(candidates, key=lambda item: item[:2]))
+
+    def _pages_of_cluster(self, rows: list[np.ndarray]) -> np.ndarray:
+        """Pages of `rows` that could leave if just the requests of these rows took leases."""
+        book = self.coordinator.book
+        inside = np.zeros(book.users.shape, dtype=np.int32)
+        for row in rows:
+            np.add.at(inside, row, 1)
+        members = np.unique(np.concatenate(rows))
+        return members[(book.sealed_resident() & (book.holds == 0) & (inside == book.unleased))[members]]
 
     def _mix(self, slots: list[int], pages: np.ndarray) -> bool:
         """One transaction: `slots` take leases, funded by the pages that they give back (R20). All or nothing."""
@@ -152,12 +167,15 @@ class SpillPolicy:
     def _send_all_to_host(self) -> None:
         """`always_host`: every sealed page of a decoding request beyond its tail leaves, however much is free."""
         coordinator, book = self.coordinator, self.coordinator.book
+        worst, smallest = book.worst_pages(), coordinator.limits.smallest_pages
+        spare = coordinator.device_pages.num_pages - int(worst.sum())
         for slot in self._unleased_decoding():
             # Also where every such page is shared: its other users get their leases in this very loop.
-            if not self._beyond_tail(slot).size:
-                continue
+            if not self._beyond_tail(slot).size or (extra := smallest - int(worst[slot])) > spare:
+                continue  # a lease beyond what the ledger has charged would take pages that others were promised
             if coordinator.device_pages.num_free >= coordinator.limits.hot_pages:
                 coordinator.acquire_lease(slot)
+                spare -= extra
             else:
                 self._mix([slot], self._mixable(slot))
         used = book.sealed_resident() & (book.holds == 0) & (book.unleased == 0) & (book.users > 0)
