@@ -17,6 +17,8 @@ from typing import Any
 
 from sglang.srt.mem_cache.prefill_budget import PrefillBudget
 
+from sglang_hisparse.capacity import prefill_pages
+
 
 class HiSparsePrefillBudget(PrefillBudget):
     """One admission pass; SGLang makes one for each."""
@@ -32,8 +34,9 @@ class HiSparsePrefillBudget(PrefillBudget):
         return -(-tokens // self.page_size)
 
     def _fits_device(self, prompt_tokens: int, max_new_tokens: int) -> bool:
-        decoding = min(self._pages(prompt_tokens + max_new_tokens), self._smallest_pages)
-        self._candidate_pages = max(self._pages(prompt_tokens) + 1, decoding)
+        self._candidate_pages = prefill_pages(
+            self._pages(prompt_tokens), self._pages(prompt_tokens + max_new_tokens), self._smallest_pages
+        )
         return self._candidate_pages <= self.free_device_pages
 
     def has_capacity(self) -> bool:

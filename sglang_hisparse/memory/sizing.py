@@ -29,6 +29,7 @@ from sglang.srt.mem_cache.pool_host.base import HICACHE_HOST_MEMORY_RESERVE_BYTE
 from sglang.srt.runtime_context import get_memory, get_parallel, get_schedule
 
 from sglang_hisparse import settings
+from sglang_hisparse.capacity import decide_plan, host_share_bytes
 from sglang_hisparse.config import ResolvedConfig
 from sglang_hisparse.errors import InvariantError
 from sglang_hisparse.kernels.hot_state import HotGroupState
@@ -38,17 +39,12 @@ from sglang_hisparse.layout import (
     MemoryPlan,
     describe_plan,
     logical_tokens,
-    plan_memory,
 )
-from sglang_hisparse.validation import check_host_memory
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 
 logger = logging.getLogger(__name__)
-
-UNBOUNDED_BYTES = 1 << 60
-"""Host memory in the question of how much a ratio would need."""
 
 
 class _Plan:
@@ -130,8 +126,7 @@ def host_bytes_per_rank() -> int:
     SGLang's reserve stays free for everything else, but on a small machine no more than a quarter.
     """
     available = available_host_memory_bytes(allow_cgroup_fallback=True)
-    reserve = min(HICACHE_HOST_MEMORY_RESERVE_BYTES, available // 4)
-    return _min_over_ranks((available - reserve) // ranks_per_host())
+    return _min_over_ranks(host_share_bytes(available, HICACHE_HOST_MEMORY_RESERVE_BYTES, ranks_per_host()))
 
 
 def _min_over_ranks(value: int) -> int:
@@ -151,29 +146,16 @@ def make_plan(configurator: KVCacheConfigurator, device_bytes: int, resolved: Re
     shape = kv_shape(configurator)
     # SGLang counts slots from the tokens it gets later; they cannot be more than for a pool of KV rows alone.
     num_slots = configurator.resolve_max_num_reqs(device_bytes // shape.kv_token_bytes) + 1
-    host_bytes, cap = host_bytes_per_rank(), resolved.host_pool_bytes
-
-    def plan(ratio: float | None, available_host_bytes: int, host_pool_bytes: int | None = None) -> MemoryPlan:
-        return plan_memory(
-            shape,
-            hot_shape(num_slots, shape.num_leaders, resolved),
-            device_bytes=device_bytes,
-            available_host_bytes=available_host_bytes,
-            ratio=ratio,
-            host_pool_bytes=host_pool_bytes,
-            max_device_tokens=get_schedule().max_total_tokens,
-        )
-
-    ratio = resolved.host_to_device_ratio
-    if ratio is not None and (cap is None or cap > host_bytes):
-        check_host_memory(
-            plan(ratio, UNBOUNDED_BYTES).host_bytes,
-            host_bytes * ranks_per_host(),
-            ranks_per_host(),
-            ratio=ratio,
-            bytes_at_ratio=lambda smaller: plan(smaller, UNBOUNDED_BYTES).host_bytes,
-        )
-    return plan(ratio, host_bytes, cap)
+    return decide_plan(
+        shape,
+        hot_shape(num_slots, shape.num_leaders, resolved),
+        device_bytes=device_bytes,
+        host_bytes=host_bytes_per_rank(),
+        ranks=ranks_per_host(),
+        ratio=resolved.host_to_device_ratio,
+        host_pool_bytes=resolved.host_pool_bytes,
+        max_device_tokens=get_schedule().max_total_tokens,
+    )
 
 
 def token_bytes(plan: MemoryPlan, device_bytes: int, max_device_tokens: int | None) -> int:

@@ -1,0 +1,88 @@
+"""The figures on which a server and a plan made beforehand must agree: host share, slots, admission, the plan itself.
+
+Owned here so that there is one formula each. Called by memory/sizing.py and memory/budget.py in a server and by planning/
+on any machine. Pure arithmetic: it must never import torch or SGLang, nor look at the machine.
+"""
+
+from __future__ import annotations
+
+from sglang_hisparse.layout import HotShape, KVShape, MemoryPlan, plan_memory
+from sglang_hisparse.validation import check_host_memory
+
+UNBOUNDED_BYTES = 1 << 60
+"""Host memory in the question of how much a ratio would need."""
+
+LEAST_SLOTS, MOST_SLOTS = 2048, 4096
+"""Bounds of SGLang's own choice of request slots, where --max-running-requests is not given."""
+
+_SLOT_CONTEXTS = 512
+
+
+def host_share_bytes(available_bytes: int, reserve_bytes: int, ranks: int) -> int:
+    """Host memory that each of `ranks` on a machine may pin; the reserve is at most a quarter of what is free."""
+    return (available_bytes - min(reserve_bytes, available_bytes // 4)) // ranks
+
+
+def request_slots(token_capacity: int, context_tokens: int, max_running_requests: int | None) -> int:
+    """Request slots of one rank as SGLang counts them, the padding slot included.
+
+    context_tokens: the model's longest context. max_running_requests: the server's limit divided by its attention
+    data-parallel ranks, None where the flag is left out.
+    """
+    if max_running_requests is None:
+        max_running_requests = min(max(int(token_capacity / context_tokens * _SLOT_CONTEXTS), LEAST_SLOTS), MOST_SLOTS)
+    return min(max_running_requests, token_capacity // 2) + 1
+
+
+def decoding_pages(total_pages: int, smallest_pages: int) -> int:
+    """Device pages that a decoding request of `total_pages` needs when all that can leave has left."""
+    return min(total_pages, smallest_pages)
+
+
+def prefill_pages(prompt_pages: int, total_pages: int, smallest_pages: int) -> int:
+    """Device pages that a request needs to be admitted: its whole prompt and one to grow into, or more to decode."""
+    return max(prompt_pages + 1, decoding_pages(total_pages, smallest_pages))
+
+
+def longest_request_tokens(device_tokens: int, logical_tokens: int, page_size: int) -> int:
+    """Longest request, prompt and output: what the device holds while its prefill ends, with two pages to spare."""
+    return min(device_tokens, logical_tokens) - 2 * page_size
+
+
+def decide_plan(
+    shape: KVShape,
+    hot: HotShape,
+    *,
+    device_bytes: int,
+    host_bytes: int,
+    ranks: int,
+    ratio: float | None,
+    host_pool_bytes: int | None = None,
+    max_device_tokens: int | None = None,
+) -> MemoryPlan:
+    """The plan that a server makes at start: a given ratio is kept or refused, only host_pool_bytes may shrink it.
+
+    device_bytes: GPU memory of one rank for the cache. host_bytes: what each of the machine's `ranks` may pin.
+    host_pool_bytes: the user's cap on that. max_device_tokens: the user's cap on the device pool. Raises ConfigError.
+    """
+
+    def plan(ratio: float | None, available_host_bytes: int, cap: int | None = None) -> MemoryPlan:
+        return plan_memory(
+            shape,
+            hot,
+            device_bytes=device_bytes,
+            available_host_bytes=available_host_bytes,
+            ratio=ratio,
+            host_pool_bytes=cap,
+            max_device_tokens=max_device_tokens,
+        )
+
+    if ratio is not None and (host_pool_bytes is None or host_pool_bytes > host_bytes):
+        check_host_memory(
+            plan(ratio, UNBOUNDED_BYTES).host_bytes,
+            host_bytes * ranks,
+            ranks,
+            ratio=ratio,
+            bytes_at_ratio=lambda smaller: plan(smaller, UNBOUNDED_BYTES).host_bytes,
+        )
+    return plan(ratio, host_bytes, host_pool_bytes)
