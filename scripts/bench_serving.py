@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Measure plain SGLang, SGLang's own HiSparse and sglang-hisparse side by side, on one GPU.
 
-Starts each system once, sends the same random-token prompts at every concurrency, and adds rows to
-serving_h200.json: output tok/s, tok/s of decode alone (after a wave's last first token), TTFT and ITL. All systems get the
-same device pool. A prompt is never sent twice to a server, so that no prefix is cached.
+Starts each system once, sends the same random-token prompts at every concurrency, and adds rows to serving_h200.json:
+output tok/s, tok/s of decode alone (after a wave's last first token), TTFT and ITL. All systems get the same device
+pool. A prompt is never sent twice to a server, so that no prefix is cached.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def loads(args: argparse.Namespace) -> list[Load]:
 
 
 def measure(server: Server, load: Load, seed: int, timeout_s: float) -> tuple[Timing, dict[str, int]]:
-    """Send one load; return its figures and what the plugin's counters gained. Raises ValueError on a failed request."""
+    """Send one load; return its figures and what the plugin's counters gained. Raises ValueError on a failure."""
     prompts = random_prompts(seed * 1000 + load.concurrency, [load.context] * (load.concurrency * load.waves))
     before = settled_counters(server)
     waves: list[list[Reply]] = []
@@ -55,7 +55,9 @@ def measure(server: Server, load: Load, seed: int, timeout_s: float) -> tuple[Ti
     return summarise(waves), growth(before, settled_counters(server))
 
 
-def result_row(args: argparse.Namespace, system: str, load: Load, timing: Timing, counts: dict[str, int]) -> dict[str, object]:
+def result_row(
+    args: argparse.Namespace, system: str, load: Load, timing: Timing, counts: dict[str, int]
+) -> dict[str, object]:
     """One row of the result file."""
     return {
         "model": args.model_name,
@@ -98,7 +100,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("model", type=pathlib.Path, help="checkpoint folder of make_tiny_dsa.py")
     parser.add_argument("--model-name", default="tiny-dsa-8l", help="name in the result rows")
     parser.add_argument("--out", type=pathlib.Path, required=True, help="folder for serving_h200.json")
-    parser.add_argument("--logs", type=pathlib.Path, default=pathlib.Path("/tmp/sglang-logs"), help="server logs, counters")
+    parser.add_argument(
+        "--logs", type=pathlib.Path, default=pathlib.Path("/tmp/sglang-logs"), help="server logs, counters"
+    )
     parser.add_argument("--base", type=pathlib.Path, default=pathlib.Path("scripts/results/serving_h200.json"),
                         help="result file whose rows are carried over")  # fmt: skip
     parser.add_argument("--systems", default=",".join(SYSTEMS), help="comma-separated, run in the order given")
@@ -109,7 +113,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--kv-dtype", default="bfloat16")
     parser.add_argument("--commit", default=current_commit(), help="default: HEAD of this repository")
     parser.add_argument("--seed", type=int, default=11)
-    parser.add_argument("--budget", type=float, default=570.0, help="seconds; a system is not started with under 130 left")
+    parser.add_argument(
+        "--budget", type=float, default=570.0, help="seconds; a system is not started with under 130 left"
+    )
     parser.add_argument("--start-timeout", type=float, default=240.0)
     parser.add_argument("--request-timeout", type=float, default=150.0)
     parser.add_argument("--port", type=int, default=30000)

@@ -127,7 +127,9 @@ def run_plain(run: Run) -> None:
     distinct = sorted(len(set(reply.tokens)) for reply in single)
     enough = sum(count >= min(64, run.args.output) for count in distinct)
     run.demand(2 * enough > len(distinct), f"{enough} of {len(distinct)} texts hold 64 distinct tokens; {distinct}")
-    run.record("plain, all at once against one at a time", compare(run.plain.single, batch[: run.num_single]), {}, False)
+    run.record(
+        "plain, all at once against one at a time", compare(run.plain.single, batch[: run.num_single]), {}, False
+    )
     run.add_rows([], checkpoint={"prompts": len(distinct), "texts_with_64_distinct_tokens": enough})
 
 
@@ -182,9 +184,8 @@ def run_noradix(run: Run) -> None:
 def run_fault(run: Run) -> None:
     """The test of the test: wrong rows must show in the text."""
     count = min(16, run.num_single)
-    with run.server("fault") as server:
-        with run.counted(server) as counts:
-            replies = run.single(server, count)
+    with run.server("fault") as server, run.counted(server) as counts:
+        replies = run.single(server, count)
     result = compare(run.plain.single[:count], replies)
     run.record("fault: 1 % of rows zeroed, one at a time", result, counts, must_agree=False)
     changed = result.prompts - result.identical
@@ -228,7 +229,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=pathlib.Path, help="checkpoint folder of make_tiny_dsa.py")
     parser.add_argument("--out", type=pathlib.Path, required=True, help="folder for results and plain_outputs.json")
-    parser.add_argument("--logs", type=pathlib.Path, default=pathlib.Path("/tmp/sglang-logs"), help="server logs, counters")
+    parser.add_argument(
+        "--logs", type=pathlib.Path, default=pathlib.Path("/tmp/sglang-logs"), help="server logs, counters"
+    )
     parser.add_argument("--phases", default=",".join(PHASES), help="comma-separated, run in the order given")
     parser.add_argument("--budget", type=float, default=570.0, help="seconds for the whole call")
     parser.add_argument("--plain", type=pathlib.Path, help="plain_outputs.json of an earlier call")

@@ -68,7 +68,7 @@ def fake_sglang(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> serv
 
 @pytest.fixture
 def streaming_url() -> Iterator[str]:
-    """A server in this process that sends each token in its own chunk, 10 ms apart, and fails on prompts of one token."""
+    """A server in this process that sends each token in its own chunk, 10 ms apart, and refuses one-token prompts."""
 
     async def generate(request: aiohttp_web.Request) -> aiohttp_web.StreamResponse:
         body = await request.json()
@@ -106,12 +106,12 @@ def streaming_url() -> Iterator[str]:
 
 
 def test_client_keeps_order_tokens_and_times(streaming_url: str) -> None:
-    """Goal: replies stay in prompt order with every token timed. Method: an in-process server, three streams at once."""
+    """Goal: replies stay in prompt order, every token timed. Method: an in-process server, three streams at once."""
     replies = client.send(streaming_url, [[5] * 3, [6] * 4, [7] * 5], 6, 3)
     assert [reply.error for reply in replies] == ["", "", ""]
     assert all(reply.tokens == list(range(6)) for reply in replies)
     assert all(reply.counts[-1] == 6 and reply.arrivals == sorted(reply.arrivals) for reply in replies)
-    assert all(0.005 < reply.ttft_s and 0.005 < reply.itl_s for reply in replies)
+    assert all(min(reply.ttft_s, reply.itl_s) > 0.005 for reply in replies)
 
 
 def test_client_reports_refusals_and_short_answers(streaming_url: str) -> None:
@@ -237,7 +237,11 @@ def test_comparison_end_to_end_on_a_fake_server(
     assert document["checkpoint"] == {"prompts": 4, "texts_with_64_distinct_tokens": 4}
     rows = {row["case"]: row for row in document["rows"]}
     assert rows["hybrid, one at a time"]["identical"] == 4 and rows["forced spills, 6 at once"]["identical"] == 6
-    assert rows["always_host, one at a time"]["rows_fetched"] == 10 * rows["always_host, one at a time"]["pages_spilled"] > 0
+    assert (
+        rows["always_host, one at a time"]["rows_fetched"]
+        == 10 * rows["always_host, one at a time"]["pages_spilled"]
+        > 0
+    )
     assert all(tuple(row) == results.FIDELITY_KEYS for row in rows.values())
     # A server whose texts do not react to planted faults, or react without one, must fail the run.
     assert _verify(fake_sglang, out, "--phases", "fault") == 1
@@ -249,7 +253,7 @@ def test_comparison_end_to_end_on_a_fake_server(
 
 
 def test_comparison_without_expected_tokens_or_time(fake_sglang: server.Paths, tmp_path: pathlib.Path) -> None:
-    """Goal: nothing is compared with nothing, and phases beyond the budget are named. Method: no plain file; budget 1 s."""
+    """Goal: nothing is compared with nothing; phases beyond the budget are named. Method: no plain file; 1 s."""
     assert _verify(fake_sglang, tmp_path / "out", "--phases", "host") == 2
     assert _verify(fake_sglang, tmp_path / "out", "--phases", "plain", "--budget", "1") == 3
 
@@ -269,8 +273,9 @@ def test_benchmark_end_to_end_on_a_fake_server(fake_sglang: server.Paths, tmp_pa
     def bench(*extra: str) -> int:
         return bench_serving.main([
             str(fake_sglang.model), "--out", str(out), "--logs", str(fake_sglang.logs), "--site", fake_sglang.site,
-            "--plugin", fake_sglang.plugin, "--cache", fake_sglang.cache, "--port", str(_free_port()), "--context", "30",
-            "--output", "8", "--concurrency", "1,3", "--commit", "abc", "--base", str(out / "none.json"), *extra,
+            "--plugin", fake_sglang.plugin, "--cache", fake_sglang.cache, "--port", str(_free_port()),
+            "--context", "30", "--output", "8", "--concurrency", "1,3", "--commit", "abc",
+            "--base", str(out / "none.json"), *extra,
         ])  # fmt: skip
 
     assert bench() == 0
@@ -283,7 +288,9 @@ def test_benchmark_end_to_end_on_a_fake_server(fake_sglang: server.Paths, tmp_pa
     assert bench("--systems", "plain", "--budget", "10") == 1
 
 
-@pytest.mark.parametrize("arguments", [["--phases", "plain,nosuch"], ["--prompts", "9", "--at-once", "8"], ["--commit", ""]])
+@pytest.mark.parametrize(
+    "arguments", [["--phases", "plain,nosuch"], ["--prompts", "9", "--at-once", "8"], ["--commit", ""]]
+)
 def test_bad_arguments_are_refused(arguments: list[str], tmp_path: pathlib.Path) -> None:
     """Goal: a mistake costs no device time. Method: arguments that cannot work, before any server starts."""
     with pytest.raises(SystemExit):
@@ -291,7 +298,7 @@ def test_bad_arguments_are_refused(arguments: list[str], tmp_path: pathlib.Path)
 
 
 def test_result_rows_of_another_form_are_refused(tmp_path: pathlib.Path) -> None:
-    """Goal: the files keep one form. Method: a row with a missing key, then rows that replace and extend a base file."""
+    """Goal: the files keep one form. Method: a row with missing keys, then rows that replace and extend a base file."""
     good = dict.fromkeys(results.FIDELITY_KEYS, 0) | {"case": "a"}
     with pytest.raises(ValueError, match="the form has"):
         results.add_rows({"rows": []}, [{"case": "a"}], results.FIDELITY_KEYS, results.FIDELITY_IDENTITY)

@@ -13,7 +13,7 @@ import aiohttp
 
 @dataclass(slots=True)
 class Reply:
-    """One answer. Times are time.perf_counter() seconds; `arrivals[i]` is when at least `counts[i]` tokens were there."""
+    """One answer. Times are time.perf_counter() seconds; at `arrivals[i]` there were `counts[i]` tokens."""
 
     tokens: list[int] = field(default_factory=list)
     start_s: float = 0.0
@@ -50,7 +50,8 @@ class Timing:
 def random_prompts(seed: int, lengths: Sequence[int], vocab_size: int = 32768) -> list[list[int]]:
     """One prompt of uniform random tokens for each length; prompt i depends on (seed, i) only."""
     return [
-        random.Random(f"{seed}/{index}").choices(range(10, vocab_size), k=length) for index, length in enumerate(lengths)
+        random.Random(f"{seed}/{index}").choices(range(10, vocab_size), k=length)
+        for index, length in enumerate(lengths)
     ]
 
 

@@ -1,6 +1,6 @@
 """A plain torch model with DeepSeek-V3.2's sparse attention, for checking the checkpoint's properties on a CPU.
 
-Tests and `check_tiny_dsa` call it. It is written from the published architecture, shares no code with a server, and
+Tests call it. It is written from the published architecture, shares no code with a server, and
 is far too slow to serve. Values are float32 rounded to bf16 wherever a served model would store bf16; index keys and
 queries are rounded to e4m3 with power-of-two scales.
 """
@@ -104,13 +104,13 @@ class ReferenceModel:
         key = torch.cat([self._rotate(key[:, : self._rope], positions, False), key[:, self._rope :]], -1)
         self._index_keys[layer, positions] = _fp8(key @ self._rotation)
 
-    def index_scores(self, layer: int, hidden: torch.Tensor, latent: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def index_scores(
+        self, layer: int, hidden: torch.Tensor, latent: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
         """Indexer scores [tokens, positions[-1] + 1] of queries with normed hidden states and query latents."""
         name = "self_attn.indexer."
         query = _bf16(latent @ self._w(layer, name + "wq_b").T).unflatten(-1, (self.config["index_n_heads"], -1))
-        query = torch.cat(
-            [self._rotate(query[..., : self._rope], positions, False), query[..., self._rope :]], -1
-        )
+        query = torch.cat([self._rotate(query[..., : self._rope], positions, False), query[..., self._rope :]], -1)
         query = _fp8(query @ self._rotation)
         gates = hidden @ self._w(layer, name + "weights_proj").T
         keys = self._index_keys[layer, : int(positions[-1]) + 1]
@@ -131,7 +131,9 @@ class ReferenceModel:
         heads = _bf16(torch.einsum("thr,hvr->thv", mixed, values))
         return _bf16(heads.flatten(1) @ self._w(layer, "self_attn.o_proj").T)
 
-    def _attend(self, layer: int, query: torch.Tensor, rows: torch.Tensor, allowed: torch.Tensor | None) -> torch.Tensor:
+    def _attend(
+        self, layer: int, query: torch.Tensor, rows: torch.Tensor, allowed: torch.Tensor | None
+    ) -> torch.Tensor:
         scores = torch.einsum("thr,jr->htj", query, rows) * self._scale
         if allowed is not None:
             scores.masked_fill_(~allowed, -torch.inf)
@@ -164,7 +166,9 @@ class ReferenceModel:
         gate, up = (_bf16(hidden @ self._w(layer, f"mlp.{name}_proj").T) for name in ("gate", "up"))
         return _bf16(stream + _bf16(_bf16(F.silu(gate) * up) @ self._w(layer, "mlp.down_proj").T))
 
-    def _attend_disturbed(self, layer: int, query: torch.Tensor, places: torch.Tensor, disturb: Disturbance) -> torch.Tensor:
+    def _attend_disturbed(
+        self, layer: int, query: torch.Tensor, places: torch.Tensor, disturb: Disturbance
+    ) -> torch.Tensor:
         if disturb.shuffle:
             places = places[torch.randperm(len(places), generator=disturb.generator)]
         rows = self.rows[layer, places]
@@ -193,7 +197,9 @@ class ReferenceModel:
             logits = self._forward(torch.tensor(prompt[first : first + chunk_tokens]), first, None)
         return logits
 
-    def decode(self, logits: torch.Tensor, length: int, output_tokens: int, disturb: Disturbance | None = None) -> Generation:
+    def decode(
+        self, logits: torch.Tensor, length: int, output_tokens: int, disturb: Disturbance | None = None
+    ) -> Generation:
         """Greedy tokens after `length` cached ones, whose logits are given. Overwrites the cache behind `length`."""
         result = Generation([], [], [])
         for step in range(output_tokens):

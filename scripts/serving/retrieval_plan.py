@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 NUM_PARTITIONS = 4
-NUM_MINOR_CLASSES = 8
 # Votes are means over m rows, so multiples of 1/m; a tie-break below 1/m never overrules a vote. m stays under 128
 # up to about 64k tokens of context.
 TIE_BREAK = 1.0 / 128
@@ -89,6 +88,11 @@ class Plan:
         """Major classes: a codeword or its negative."""
         return 2 * self.code
 
+    @property
+    def num_minor_classes(self) -> int:
+        """Minor classes within a major one; with a full-size code a class holds one token in 1,024."""
+        return self.code // 8
+
     def key_partition(self, layer: int) -> int:
         """The partition whose codes layer `layer` keeps as keys."""
         return layer % NUM_PARTITIONS
@@ -126,7 +130,7 @@ def _check(config: dict[str, Any]) -> tuple[int, int]:
         "num_attention_heads must be a power of two, at least 16": config["num_attention_heads"] in (16, 32, 64, 128),
         "index_n_heads must be a multiple of 8": config["index_n_heads"] % 8 == 0,
         "every layer must be dense": config["first_k_dense_replace"] >= config["num_hidden_layers"],
-        "minor classes must fit the codeword": code >= NUM_MINOR_CLASSES and num_bits <= code,
+        "qk_nope_head_dim must be at least 32 and twice the bits of the vocabulary": code >= 16 and num_bits <= code,
     }
     broken = [rule for rule, holds in rules.items() if not holds]
     if broken:
@@ -179,7 +183,7 @@ class Codebook:
     def classes(self, partition: int) -> tuple[np.ndarray, np.ndarray]:
         """Major and minor class of every token id: two int64 arrays [vocab]."""
         hashed, majors = self._hashes[partition], self._plan.num_major_classes
-        return hashed % majors, hashed // majors % NUM_MINOR_CLASSES
+        return hashed % majors, hashed // majors % self._plan.num_minor_classes
 
     def codes(self, partition: int) -> np.ndarray:
         """Both codewords of every token id: [vocab, 2 * code]."""

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from serving.retrieval_plan import (
-    NUM_MINOR_CLASSES,
     TIE_BREAK,
     Codebook,
     Plan,
@@ -120,9 +119,10 @@ class RetrievalWeights:
         plan = self.plan
         rank, hidden = plan.config["kv_lora_rank"], plan.config["hidden_size"]
         key = plan.key_partition(layer)
-        parts = [
-            plan.own.at(partition * plan.partition, plan.partition) for partition in (key, (key + 1) % 4)
-        ] + [plan.value, plan.feature]
+        parts = [plan.own.at(partition * plan.partition, plan.partition) for partition in (key, (key + 1) % 4)] + [
+            plan.value,
+            plan.feature,
+        ]
         matrix = _zeros(rank + plan.config["qk_rope_head_dim"], hidden)
         columns = torch.cat([torch.from_numpy(span.indices()) for span in parts])
         matrix[torch.arange(rank), columns] = 1
@@ -140,7 +140,7 @@ class RetrievalWeights:
         """Diagonals that turn a codeword into the codeword of another class, one for each half: float32 [code]."""
         rng, code = np.random.default_rng([self._seed, 1, layer, probe]), self.plan.code
         major = self.codebook.rows[rng.integers(1, code)] * rng.choice(np.float32([-1, 1]))
-        minor = self.codebook.rows[rng.integers(0, NUM_MINOR_CLASSES)]
+        minor = self.codebook.rows[rng.integers(0, self.plan.num_minor_classes)]
         return torch.from_numpy(major), torch.from_numpy(minor)
 
     def _head_groups(self) -> list[range]:
@@ -266,13 +266,17 @@ class RetrievalWeights:
     def _index_queries(self, layer: int, rng: np.random.Generator) -> tuple[torch.Tensor, torch.Tensor]:
         """Heads in eighths: probe 0, 0, probe 1, 1, pointer, recent tokens, fixed taste, taste of the token."""
         plan, code = self.plan, self.plan.code
-        num_heads, rope, rank = plan.config["index_n_heads"], plan.config["qk_rope_head_dim"], plan.config["q_lora_rank"]
+        num_heads, rope, rank = (
+            plan.config["index_n_heads"],
+            plan.config["qk_rope_head_dim"],
+            plan.config["q_lora_rank"],
+        )
         matrix = torch.zeros(num_heads, plan.config["index_head_dim"], rank)
         weights, eighth, index = torch.zeros(num_heads), num_heads // 8, torch.arange(code)
         for probe, source in enumerate(self._probe_sources(layer)):
             heads = slice(2 * probe * eighth, 2 * (probe + 1) * eighth)
             matrix[heads, rope + index, source.start + index] = self._wanted_signs(layer, probe)[0]
-            weights[heads] = 1.6 / eighth
+            weights[heads] = 102.4 / code / eighth
         pointer, recent, fixed, own = (slice(part * eighth, (part + 1) * eighth) for part in range(4, 8))
         column = plan.q_constant.start
         sharp, slow = np.arange(12), np.arange(12, 16)

@@ -64,7 +64,8 @@ def command_line(spec: ServerSpec, paths: Paths, limits: Limits, port: int) -> l
     sizes = [str(size) for size in (1, 2, 4, 8, 16, 32, 64) if size <= limits.max_running]
     command = [
         sys.executable, "-m", "sglang.launch_server", "--host", "127.0.0.1", "--port", str(port),
-        "--model-path", str(paths.model), "--skip-tokenizer-init", "--skip-server-warmup", "--log-level", "warning",
+        "--model-path", str(paths.model.resolve()), "--log-level", "warning",
+        "--skip-tokenizer-init", "--skip-server-warmup",
         "--kv-cache-dtype", limits.kv_dtype,
         "--dsa-prefill-backend", "flashmla_sparse", "--dsa-decode-backend", "flashmla_sparse",
         "--mem-fraction-static", str(limits.mem_fraction), "--max-running-requests", str(limits.max_running),
@@ -103,7 +104,7 @@ def environment(spec: ServerSpec, paths: Paths) -> dict[str, str]:
 
 def stats_file(spec: ServerSpec, paths: Paths) -> pathlib.Path:
     """Where a server with the plugin keeps its counters."""
-    return paths.logs / f"{spec.name}.stats.json"
+    return paths.logs.resolve() / f"{spec.name}.stats.json"
 
 
 class Server:
@@ -118,7 +119,12 @@ class Server:
         self._stats.unlink(missing_ok=True)
         with self.log.open("wb") as handle:
             self._process = subprocess.Popen(
-                command, stdout=handle, stderr=subprocess.STDOUT, env=environment(spec, paths), start_new_session=True
+                command,
+                stdout=handle,
+                stderr=subprocess.STDOUT,
+                env=environment(spec, paths),
+                cwd=paths.logs,  # not the repository, whose sources would shadow the installed package
+                start_new_session=True,
             )
 
     def wait_ready(self, timeout_s: float) -> float:
@@ -173,7 +179,9 @@ class Server:
     def errors(self) -> list[str]:
         """Lines of the log that look like a failure."""
         marks = ("Traceback (most recent call last)", "] ERROR", "CUDA error", "Scheduler hit an exception")
-        return [line[:300] for line in self.log.read_text(errors="replace").splitlines() if any(m in line for m in marks)]
+        return [
+            line[:300] for line in self.log.read_text(errors="replace").splitlines() if any(m in line for m in marks)
+        ]
 
     def _failure(self, what: str) -> str:
         return f"server {self.spec.name} {what}; end of {self.log}:\n{self.log_tail()}"
@@ -201,7 +209,9 @@ def _group_alive(process: subprocess.Popen[bytes]) -> bool:
 
 
 @contextmanager
-def running(spec: ServerSpec, paths: Paths, limits: Limits, port: int = 30000, timeout_s: float = 240.0) -> Iterator[Server]:
+def running(
+    spec: ServerSpec, paths: Paths, limits: Limits, port: int = 30000, timeout_s: float = 240.0
+) -> Iterator[Server]:
     """Start a server, wait until it is ready, stop it at the end. Raises ServerError."""
     server = Server(spec, paths, command_line(spec, paths, limits, port), port)
     try:
