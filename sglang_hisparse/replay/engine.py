@@ -168,6 +168,7 @@ class Engine:
                 num_positions=request.length,
                 top_k=self.options.top_k,
                 rng=np.random.default_rng([self.options.seed, 2, request.number, group]),
+                buffer_size=self.options.buffer_size,
             )
             for group, name in enumerate(request.profiles)
         ]

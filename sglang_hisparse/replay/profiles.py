@@ -3,14 +3,16 @@
 Called by the replay engine (one stream per request and index group) and by the policy comparison. A stream knows
 positions only; it must never look at pages, residency or hot buffers, or it would no longer be an independent load.
 
-Two families. A recency stack keeps all positions in order of last use and draws a fixed share of each step from bands
+Four families. A recency stack keeps all positions in order of last use and draws a fixed share of each step from bands
 of that order: [0, k), [k, 2k), [2k, 4k), [4k, n). Its LRU miss rate is the share drawn beyond the buffer, whatever k is,
 so a scaled-down run misses as the full-size one does. A score model gives every position a score that drifts, and takes
-the k best: it has structure beyond recency. Both always select the newest position and the first few (attention sinks).
+the k best: it has structure beyond recency. A popularity model draws by fixed popularity, and a cyclic scan is what LRU
+likes least. All always select the newest position and the first few (attention sinks).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,7 +29,7 @@ class TopKStream(Protocol):
 
     def select(self) -> np.ndarray:
         """One step's distinct positions, int32 [k]; int32 [n] while only n < k exist. A recency stack gives those that it
-        used last first; score models know no order."""
+        used last first; the others know no order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,9 @@ class RecencyProfile:
     name: str
     shares: tuple[float, float, float, float]
 
-    def stream(self, *, num_positions: int, top_k: int, rng: np.random.Generator) -> TopKStream:
+    def stream(
+        self, *, num_positions: int, top_k: int, rng: np.random.Generator, buffer_size: int | None = None
+    ) -> RecencyStream:
         return RecencyStream(self, num_positions, top_k, rng)
 
 
@@ -53,29 +57,65 @@ class ScoreProfile:
     fast_correlation: float
     noise: float
 
-    def stream(self, *, num_positions: int, top_k: int, rng: np.random.Generator) -> TopKStream:
+    def stream(
+        self, *, num_positions: int, top_k: int, rng: np.random.Generator, buffer_size: int | None = None
+    ) -> ScoreStream:
         return ScoreStream(self, num_positions, top_k, rng)
 
 
-Profile = RecencyProfile | ScoreProfile
+@dataclass(frozen=True, slots=True)
+class PopularityProfile:
+    """Each step keeps `kept` of the last one and draws the rest by Zipf's law; sinks and the newest positions are fixed.
+
+    `sinks` and `window` are shares of top_k.
+    """
+
+    name: str
+    exponent: float
+    kept: float
+    sinks: float
+    window: float
+
+    def stream(
+        self, *, num_positions: int, top_k: int, rng: np.random.Generator, buffer_size: int | None = None
+    ) -> PopularityStream:
+        return PopularityStream(self, num_positions, top_k, rng)
+
+
+@dataclass(frozen=True, slots=True)
+class CyclicProfile:
+    """Scans `span` times as many positions as the hot buffer has rows (twice top_k unless its size is given)."""
+
+    name: str
+    span: float
+
+    def stream(
+        self, *, num_positions: int, top_k: int, rng: np.random.Generator, buffer_size: int | None = None
+    ) -> CyclicStream:
+        return CyclicStream(math.ceil(self.span * (buffer_size or 2 * top_k)), num_positions, top_k)
+
+
+Profile = RecencyProfile | ScoreProfile | PopularityProfile | CyclicProfile
 
 # `paper`: one LongBench v2 request of GLM-5.1 (30 % leave the previous set; LRU misses 13.4 % at 2k slots, 6.7 % at 4k).
-# `easy`, `deep`, `hard`: shallow layers, a deep DeepSeek-V4 context, SWE-bench on DeepSeek-V3.2. `adversarial`: layer 0.
-# smA and smB were fitted to the six figures published for the `paper` request.
+# `easy97`, `deep59`, `gvr42`: shallow layers, a deep DeepSeek-V4 context, SWE-bench on DeepSeek-V3.2. `adv8`: layer 0.
+# smA and smB were fitted to the six figures published for the `paper` request. `zipf` and `cyc120` are not fitted to anything.
 PROFILES: dict[str, Profile] = {
     profile.name: profile
     for profile in (
-        RecencyProfile("easy", (0.97, 0.0153, 0.0074, 0.0073)),
+        RecencyProfile("easy97", (0.97, 0.0153, 0.0074, 0.0073)),
         RecencyProfile("paper", (0.70, 0.166, 0.067, 0.067)),
-        RecencyProfile("deep", (0.59, 0.199, 0.1055, 0.1055)),
-        RecencyProfile("hard", (0.42, 0.216, 0.182, 0.182)),
-        RecencyProfile("adversarial", (0.08, 0.079, 0.20, 0.641)),
+        RecencyProfile("deep59", (0.59, 0.199, 0.1055, 0.1055)),
+        RecencyProfile("gvr42", (0.42, 0.216, 0.182, 0.182)),
+        RecencyProfile("adv8", (0.08, 0.079, 0.20, 0.641)),
         ScoreProfile("smA", 0.50, 1.98, 0.995, 0.83, 0.80, 0.29),
         ScoreProfile("smB", 1.30, 0.70, 0.907, 0.09, 0.13, 0.21),
+        PopularityProfile("zipf", exponent=1.0, kept=0.62, sinks=1 / 32, window=1 / 8),
+        CyclicProfile("cyc120", span=1.2),
     )
 }
 #: `mix` deals these out over requests and index groups, as miss rates differ from layer to layer.
-MIX = ("paper", "easy", "hard", "paper", "adversarial")
+MIX = ("paper", "easy97", "gvr42", "paper", "adv8")
 
 
 def band_counts(shares: tuple[float, ...], edges: np.ndarray, total: int, taken_from_first: int = 0) -> np.ndarray:
@@ -132,13 +172,16 @@ class RecencyStream:
 
 
 class ScoreStream:
-    """score = static + slow AR(1) + fast AR(1) + noise; a step selects the k best after all parts have moved."""
+    """score = static + slow AR(1) + fast AR(1) + noise; a step selects the k best after all parts have moved.
+
+    scores: float32 [n], those of the last step; sinks and the newest position have an infinite one.
+    """
 
     def __init__(self, profile: ScoreProfile, num_positions: int, top_k: int, rng: np.random.Generator) -> None:
         self._profile = profile
         self._top_k = top_k
         self._rng = rng
-        self._static = self._slow = self._fast = np.zeros(0, dtype=np.float32)
+        self._static = self._slow = self._fast = self.scores = np.zeros(0, dtype=np.float32)
         self.append(num_positions)
 
     def _normal(self, count: int, deviation: float) -> np.ndarray:
@@ -154,12 +197,65 @@ class ScoreStream:
         profile, count = self._profile, self._static.size
         self._slow = self._moved(self._slow, profile.slow, profile.slow_correlation)
         self._fast = self._moved(self._fast, profile.fast, profile.fast_correlation)
+        self.scores = self._static + self._slow + self._fast + self._normal(count, profile.noise)
+        self.scores[:NUM_SINKS] = np.inf
+        self.scores[-1] = np.inf
         if count <= self._top_k:
             return np.arange(count, dtype=np.int32)
-        score = self._static + self._slow + self._fast + self._normal(count, profile.noise)
-        score[:NUM_SINKS] = np.inf
-        score[-1] = np.inf
-        return np.argpartition(score, count - self._top_k)[count - self._top_k :].astype(np.int32)
+        return np.argpartition(self.scores, count - self._top_k)[count - self._top_k :].astype(np.int32)
 
     def _moved(self, part: np.ndarray, deviation: float, correlation: float) -> np.ndarray:
         return np.float32(correlation) * part + self._normal(part.size, deviation * (1 - correlation**2) ** 0.5)
+
+
+class PopularityStream:
+    """Sinks, a window of the newest positions, and between them draws without replacement by popularity."""
+
+    def __init__(self, profile: PopularityProfile, num_positions: int, top_k: int, rng: np.random.Generator) -> None:
+        self._kept, self._exponent = profile.kept, profile.exponent
+        self._sinks = max(NUM_SINKS, round(profile.sinks * top_k))
+        self._window = max(1, round(profile.window * top_k))
+        self._top_k = top_k
+        self._rng = rng
+        self._weights = (1.0 + rng.permutation(num_positions)) ** -profile.exponent
+        self._last = np.zeros(0, dtype=np.int64)
+
+    def append(self, count: int = 1) -> None:
+        ranks = 1.0 + self._rng.integers(0, self._weights.size + count, count)
+        self._weights = np.concatenate([self._weights, ranks**-self._exponent])
+
+    def select(self) -> np.ndarray:
+        count, first = self._weights.size, self._sinks
+        if count <= self._top_k:
+            return np.arange(count, dtype=np.int32)
+        last = count - self._window
+        number = self._top_k - self._sinks - self._window
+        kept = self._last[self._rng.permutation(self._last.size)[: round(self._kept * number)]]
+        # The smallest of exponential variables with these rates: draws without replacement in proportion to the weights.
+        race = self._rng.standard_exponential(last - first) / self._weights[first:last]
+        race[kept - first] = np.inf
+        drawn = first + np.argpartition(race, number - kept.size)[: number - kept.size]
+        self._last = np.concatenate([kept, drawn])
+        return np.concatenate([np.arange(first), self._last, np.arange(last, count)]).astype(np.int32)
+
+
+class CyclicStream:
+    """Sinks, the newest position, and the next positions of a scan that starts again after `span` of them."""
+
+    def __init__(self, span: int, num_positions: int, top_k: int) -> None:
+        self._span = max(span, top_k)
+        self._num_positions = num_positions
+        self._top_k = top_k
+        self._next = 0
+
+    def append(self, count: int = 1) -> None:
+        self._num_positions += count
+
+    def select(self) -> np.ndarray:
+        if self._num_positions <= self._top_k:
+            return np.arange(self._num_positions, dtype=np.int32)
+        span = min(self._span, self._num_positions - NUM_SINKS - 1)
+        number = self._top_k - NUM_SINKS - 1
+        scanned = NUM_SINKS + (self._next + np.arange(number)) % span
+        self._next = (self._next + number) % span
+        return np.concatenate([np.arange(NUM_SINKS), scanned, [self._num_positions - 1]]).astype(np.int32)

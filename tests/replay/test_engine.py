@@ -14,6 +14,7 @@ from sglang_hisparse.errors import ConfigError
 from sglang_hisparse.replay.engine import Engine
 from sglang_hisparse.replay.faults import FAULTS
 from sglang_hisparse.replay.figures import ReplayReport
+from sglang_hisparse.replay.profiles import PROFILES
 from sglang_hisparse.replay.workload import Phase, standard_phases
 from sglang_hisparse.residency import PageState
 
@@ -78,7 +79,7 @@ def test_every_setting_keeps_the_bytes(residency: str, mirroring: str) -> None:
         assert report.total.request_steps_full == 0 < report.total.request_steps_none
 
 
-@pytest.mark.parametrize("profile", ["easy", "paper", "deep", "hard", "adversarial", "smA", "smB"])
+@pytest.mark.parametrize("profile", list(PROFILES))
 def test_every_profile_runs(profile: str) -> None:
     """Goal: each profile drives the engine. Method: one run each, with three index groups of different depth."""
     report = Engine(small_options(profile=profile, num_groups=3, layers_per_group=1, scale=0.2)).run()
@@ -111,7 +112,7 @@ def test_planted_fault_is_found(fault: str) -> None:
 
 def test_one_flipped_host_byte_is_found() -> None:
     """Goal: a single byte is enough. Method: flip one of a host-only page's that a running request is about to select."""
-    options = small_options(profile="adversarial")
+    options = small_options(profile="adv8")
     engine = Engine(options)
     warm_up, _, pressure = standard_phases(options)[:3]
     for phase, steps in ((warm_up, 30), (pressure, 60)):

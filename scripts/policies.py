@@ -1,0 +1,144 @@
+"""Miss rates of replacement policies on every locality profile, at full size: top_k 2048, a context of 100,384 tokens.
+
+Writes scripts/results/policies.json and policies.png. `turnover` is the replacement of the resolver itself (the CPU library
+resolves every step); the others are yardsticks. `index_score` is a model of a policy, not of a kernel: it evicts the row
+with the lowest current score, on the profiles that are made of scores. `lru_generator_order` is exact LRU that knows the
+order inside a step, which the recency profiles are made of and no indexer tells. Miss rates are shares of the selected
+positions, the mean of the seeds, without the first and the last steps.
+
+    python scripts/policies.py                   # about ten minutes on two cores
+    python scripts/policies.py --steps 300 --seeds 1 --profiles paper smA --folder /tmp/policies
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import defaultdict
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from sglang_hisparse.replay.comparison import COMMON, ORDERED_LRU, Outcome, compare, selections  # noqa: E402
+from sglang_hisparse.replay.profiles import PROFILES, CyclicProfile, RecencyProfile, ScoreProfile  # noqa: E402
+
+NUM_POSITIONS = 100_384
+TOP_K = 2048
+BUFFERS = (4096, 6144, 8192)
+NAMES = ("paper", "smA", "smB", "easy97", "deep59", "gvr42", "cyc120", "zipf")
+#: Steps that do not count: buffers fill at first, and towards the end Belady's future is cut off.
+WARM_UP, CUT_OFF = 150, 60
+#: Most points of miss rate by which the resolver's replacement may differ from exact LRU.
+TOLERANCE = 0.1
+
+Rates = dict[tuple[int, str], float]  # (buffer, policy) -> miss rate
+
+
+def policies_of(name: str) -> tuple[str, ...]:
+    match PROFILES[name]:
+        case ScoreProfile():
+            return (*COMMON, "index_score")
+        case RecencyProfile():
+            return (*COMMON, ORDERED_LRU)
+        case _:
+            return COMMON
+
+
+def run_profile(name: str, seed: int, steps: int) -> Rates:
+    """One seed of one profile. A cyclic scan is aimed at one buffer, so that each buffer has a stream of its own."""
+    apart = isinstance(PROFILES[name], CyclicProfile)
+    outcomes: list[Outcome] = []
+    for buffers in [(buffer,) for buffer in BUFFERS] if apart else [BUFFERS]:
+        stream = PROFILES[name].stream(
+            num_positions=NUM_POSITIONS, top_k=TOP_K, rng=np.random.default_rng(seed), buffer_size=buffers[0]
+        )
+        outcomes += compare(selections(stream, steps), buffers=buffers, policies=policies_of(name), seed=seed)
+    return {(one.buffer, one.policy): one.miss_rate(WARM_UP, steps - CUT_OFF) for one in outcomes}
+
+
+def run_all(names: list[str], seeds: int, steps: int, jobs: int) -> list[dict[str, str | int | float]]:
+    """Rows of the result, in the order of `names`, buffers and policies."""
+    found: defaultdict[str, list[Rates]] = defaultdict(list)
+    started = time.monotonic()
+    with ProcessPoolExecutor(jobs) as pool:
+        tasks = {pool.submit(run_profile, name, seed, steps): name for seed in range(seeds) for name in names}
+        for number, task in enumerate(as_completed(tasks), 1):
+            found[tasks[task]].append(task.result())
+            print(f"{number}/{len(tasks)} {tasks[task]} after {time.monotonic() - started:.0f} s", file=sys.stderr)
+    return [
+        {
+            "profile": name,
+            "buffer": buffer,
+            "policy": policy,
+            "miss_rate": round(float(np.mean([rates[buffer, policy] for rates in found[name]])), 6),
+        }
+        for name in names
+        for buffer in BUFFERS
+        for policy in policies_of(name)
+    ]
+
+
+def plot(rows: list[dict[str, str | int | float]], path: Path) -> None:
+    """One panel a buffer: bars of each policy, profile by profile."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    names = list(dict.fromkeys(str(row["profile"]) for row in rows))
+    policies = [*COMMON, "index_score"]
+    figure, panels = plt.subplots(len(BUFFERS), 1, figsize=(11, 9), sharex=True, constrained_layout=True)
+    for panel, buffer in zip(panels, BUFFERS, strict=True):
+        for place, policy in enumerate(policies):
+            rates = {row["profile"]: row["miss_rate"] for row in rows if (row["policy"], row["buffer"]) == (policy, buffer)}
+            at = [names.index(str(name)) + (place - len(policies) / 2 + 0.5) * 0.12 for name in rates]
+            label = "turnover (the resolver)" if policy == "turnover" else policy
+            panel.bar(at, [100 * float(rate) for rate in rates.values()], 0.12, label=label)
+        panel.set_ylabel(f"misses, % of top-k\nbuffer {buffer}")
+        panel.grid(axis="y", alpha=0.3)
+    panels[0].legend(ncols=4, fontsize="small")
+    panels[0].set_title(f"Replacement policies, top_k {TOP_K}, context {NUM_POSITIONS:,}")
+    panels[-1].set_xticks(range(len(names)), names)
+    figure.savefig(path, dpi=120)
+
+
+def show(rows: list[dict[str, str | int | float]]) -> float:
+    """Print the table in per cent; returns the largest distance of turnover from exact LRU, in points."""
+    table = {(row["profile"], row["buffer"], row["policy"]): 100 * float(row["miss_rate"]) for row in rows}
+    columns = [*COMMON, "index_score", ORDERED_LRU]
+    print(f"{'profile':<8}{'buffer':>7}" + "".join(f"{name:>{max(len(name), 8) + 2}}" for name in columns))
+    for profile, buffer in dict.fromkeys((row["profile"], row["buffer"]) for row in rows):
+        values = [table.get((profile, buffer, name)) for name in columns]
+        cells = [f"{'' if value is None else f'{value:.2f}':>{max(len(name), 8) + 2}}" for name, value in zip(columns, values, strict=True)]
+        print(f"{profile:<8}{buffer:>7}" + "".join(cells))
+    return max(
+        abs(rate - table[profile, buffer, "lru"]) for (profile, buffer, policy), rate in table.items() if policy == "turnover"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--profiles", nargs="+", choices=NAMES, default=list(NAMES))
+    parser.add_argument("--steps", type=int, default=700, help=f"more than {WARM_UP + CUT_OFF}, which do not count")
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
+    parser.add_argument("--folder", type=Path, default=Path(__file__).parent / "results")
+    arguments = parser.parse_args()
+    if arguments.steps <= WARM_UP + CUT_OFF:
+        parser.error(f"--steps: {arguments.steps}; allowed: more than {WARM_UP + CUT_OFF}")
+    rows = run_all(arguments.profiles, arguments.seeds, arguments.steps, arguments.jobs)
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    (arguments.folder / "policies.json").write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+    plot(rows, arguments.folder / "policies.png")
+    worst = show(rows)
+    print(f"turnover differs from exact LRU by at most {worst:.3f} points (allowed: {TOLERANCE})")
+    return int(worst > TOLERANCE)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
