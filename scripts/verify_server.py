@@ -101,6 +101,8 @@ class Run:
             send(server.url, [self.prompts[0][:3000]], 4, 1, self.args.request_timeout)  # compiles what is still to be
             server.flush()
             self.counts = settled_counters(server)
+            if server.spec.plugin:
+                self.demand(bool(self.counts), f"{phase} runs the plugin and writes its counters")
             yield server
             errors = server.errors()
         self.demand(not errors, f"log of {phase} without failures {errors[:2]}")

@@ -114,6 +114,7 @@ class Server:
         self.spec, self.url = spec, f"http://127.0.0.1:{port}"
         self.log = paths.logs / f"{spec.name}.log"
         self._stats = stats_file(spec, paths)
+        self._ready_bytes = 0
         paths.logs.mkdir(parents=True, exist_ok=True)
         pathlib.Path(paths.cache).mkdir(parents=True, exist_ok=True)
         self._stats.unlink(missing_ok=True)
@@ -134,6 +135,7 @@ class Server:
             if self._process.poll() is not None:
                 raise ServerError(self._failure(f"ended with code {self._process.returncode} while starting"))
             if self.get("/health") is not None:
+                self._ready_bytes = self.log.stat().st_size
                 return time.monotonic() - start
             time.sleep(0.5)
         raise ServerError(self._failure(f"was not ready after {timeout_s:.0f} s"))
@@ -177,11 +179,10 @@ class Server:
         return "\n".join(line[:300] for line in text[-4 * lines :] if "server_args" not in line)[-lines * 300 :]
 
     def errors(self) -> list[str]:
-        """Lines of the log that look like a failure."""
+        """Lines logged since the server was ready that look like a failure."""
         marks = ("Traceback (most recent call last)", "] ERROR", "CUDA error", "Scheduler hit an exception")
-        return [
-            line[:300] for line in self.log.read_text(errors="replace").splitlines() if any(m in line for m in marks)
-        ]
+        text = self.log.read_bytes()[self._ready_bytes :].decode(errors="replace")
+        return [line[:300] for line in text.splitlines() if any(mark in line for mark in marks)]
 
     def _failure(self, what: str) -> str:
         return f"server {self.spec.name} {what}; end of {self.log}:\n{self.log_tail()}"
