@@ -106,7 +106,8 @@ class HotShape:
     """Hot buffers of one rank: slots are request slots (the padding slot included), rows are per slot and group.
 
     state_bytes is the tensor memory of one group's tags, ages and header for all slots; it comes from the kernels'
-    HotGroupState, whose layout this module does not know. result_rows: rows per slot of the resolver's output, top_k.
+    HotGroupState, whose layout this module does not know. result_rows: entries per slot of the resolver's
+    output (top_k) and of its translated page table (pages of the longest request).
     """
 
     num_slots: int
@@ -125,7 +126,7 @@ class HotShape:
 
     @property
     def all_state_bytes(self) -> int:
-        """State of all groups and the resolver's output, which they share."""
+        """State of all groups, and what they share: the resolver's output and its translated page table."""
         return self.num_groups * self.state_bytes + self.num_slots * self.result_rows * RESULT_ROW_BYTES
 
     def fixed_bytes(self, page_size: int) -> int:

@@ -21,6 +21,7 @@ from sglang_hisparse.errors import HiSparseError, InvariantError
 from sglang_hisparse.memory.allocator import HiSparseAllocator
 from sglang_hisparse.memory.host_tier import HostTier
 from sglang_hisparse.memory.pool import HiSparsePool
+from sglang_hisparse.metrics import Reporter
 from sglang_hisparse.residency import ResidencyCoordinator, ResidencyLimits, SpillPolicy
 from sglang_hisparse.residency.invariants import check
 from sglang_hisparse.stats import StatsWriter, residency_counts, resolver_counts
@@ -92,6 +93,7 @@ class HiSparseRuntime:
             buffer_size=device_buffer_size,
             page_size=self.page_size,
             top_k=top_k,
+            max_pages=limits.max_pages_per_slot,
             row_bytes=pool.row_bytes,
             page_table=allocator.page_table,
             host_bases=self.mem_pool_host.layer_bases(),
@@ -106,7 +108,8 @@ class HiSparseRuntime:
             hot_state=self.hot,
         )
         policy = settings.residency_policy(self.worker.page_bytes * pool.layer_num)
-        self.residency = ResidencyCoordinator(limits, policy, allocator.device_pages, self.worker.mirror)
+        self.reporter = Reporter(self)
+        self.residency = ResidencyCoordinator(limits, policy, allocator.device_pages, self.reporter.mirror)
         self.policy = SpillPolicy(self.residency)
         self.num_real_reqs = self.hot.num_real_rows
         self.audit, self.fault = RowAudit.from_env(self), RowFault.from_env(self)
@@ -133,6 +136,7 @@ class HiSparseRuntime:
         self.tree_cache = scheduler.tree_cache
         scheduler.enable_hisparse = False
         self.hot.forget_counts()
+        self.reporter.bind(scheduler)
         if threading.current_thread() is threading.main_thread():
             # A scheduler that is told to end directly would die with its pinned memory still registered: let it leave its
             # loop instead, so that SGLang's orderly shutdown runs, and with it `destroy`.
@@ -192,7 +196,11 @@ class HiSparseRuntime:
 
     def make_room(self, num_pages: int) -> bool:
         """Spill until `num_pages` device pages are free."""
-        return self.policy.make_room(num_pages)
+        is_short = num_pages > self.residency.device_pages.num_free
+        done = self.policy.make_room(num_pages)
+        if is_short and done and not self._extend:
+            self.residency.counters.retractions_avoided += 1
+        return done
 
     def committed_device_pages(self) -> int:
         """Device pages that the live requests need at worst: the ledger of `memory/budget.py`."""
@@ -207,15 +215,32 @@ class HiSparseRuntime:
 
     def before_forward(self) -> None:
         """On the forward stream, before every forward of the target model, in every mode (R4)."""
-        self.residency.on_completed(self.worker.poll())
-        self.policy.tick()
+        self._take_completions()
+        self._tick_policy()
         self.worker.apply(self.residency.take_plan())
         launch, self._launch = self._launch, None
         if launch is not None:
             slots, seq_lens, ends = launch
             self.residency.check_step(slots)
             self.residency.note_launch(slots, seq_lens, ends)
+        self._report()
+
+    def _take_completions(self) -> None:
+        completed = self.worker.poll()
+        self.residency.on_completed(completed)
+        self.reporter.note_completed(completed)
+
+    def _tick_policy(self) -> None:
+        """Below the low watermark the next steps would lack pages: what spilling gives then has avoided a retraction too."""
+        counters, is_low = self.residency.counters, self.residency.device_pages.num_free < self.policy.watermark_low_pages
+        before = counters.pages_spilled
+        self.policy.tick()
+        if is_low and counters.pages_spilled > before:
+            counters.retractions_avoided += 1
+
+    def _report(self) -> None:
         self.stats.tick()
+        self.reporter.tick()
 
     def wait_for_pending_backup(self) -> None:
         """Nothing to wait for: `before_forward` has ordered the forward behind every copy that it depends on."""
@@ -270,13 +295,13 @@ class HiSparseRuntime:
 
     def has_ongoing_staging(self) -> bool:
         """Whether a host copy is under way: the scheduler is not idle then (R29)."""
-        self.stats.tick()
-        self.residency.on_completed(self.worker.poll())
+        self._report()
+        self._take_completions()
         return self.worker.in_flight or self.residency.has_transfers
 
     def self_check(self) -> list[str]:
         """What is wrong with the pools now, in words; empty when nothing is. SGLang asks at idle."""
-        self.stats.tick()
+        self._report()
         try:
             check(self.residency)
         except InvariantError as error:
@@ -290,6 +315,7 @@ class HiSparseRuntime:
         self.worker.drain()
         self.residency.clear()
         self.worker.forget_all()
+        self.reporter.forget_copies()
         self.hot.forget_all()
         self._launch = None
 

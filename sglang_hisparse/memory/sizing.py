@@ -58,14 +58,17 @@ def current_plan() -> MemoryPlan | None:
     return _Plan.current
 
 
-def hot_shape(num_slots: int, num_groups: int, resolved: ResolvedConfig) -> HotShape:
-    """Hot buffers of all request slots; the bytes of their state are the kernels' figure."""
+def hot_shape(num_slots: int, num_groups: int, resolved: ResolvedConfig, max_pages: int) -> HotShape:
+    """Hot buffers of all request slots; the bytes of their state are the kernels' figure.
+
+    max_pages: pages of the longest request, for which the resolver keeps a translated page table per slot.
+    """
     return HotShape(
         num_slots=num_slots,
         buffer_rows=resolved.device_buffer_size,
         num_groups=num_groups,
         state_bytes=HotGroupState.bytes(num_slots, resolved.device_buffer_size),
-        result_rows=resolved.top_k,
+        result_rows=resolved.top_k + max_pages,
     )
 
 
@@ -76,7 +79,7 @@ def plan_as_built(device_tokens: int, num_slots: int) -> MemoryPlan:
         raise InvariantError("no memory plan was made: SGLang did not measure its memory through our hook")
     return describe_plan(
         plan.shape,
-        hot_shape(num_slots, plan.shape.num_leaders, settings.resolved()),
+        hot_shape(num_slots, plan.shape.num_leaders, settings.resolved(), plan.hot.result_rows - settings.resolved().top_k),
         device_tokens=device_tokens,
         ratio=plan.ratio,
         requested_ratio=plan.requested_ratio,
@@ -148,7 +151,7 @@ def make_plan(configurator: KVCacheConfigurator, device_bytes: int, resolved: Re
     num_slots = configurator.resolve_max_num_reqs(device_bytes // shape.kv_token_bytes) + 1
     return decide_plan(
         shape,
-        hot_shape(num_slots, shape.num_leaders, resolved),
+        hot_shape(num_slots, shape.num_leaders, resolved, -(-configurator.model_config.context_len // shape.page_size) + 1),
         device_bytes=device_bytes,
         host_bytes=host_bytes_per_rank(),
         ranks=ranks_per_host(),

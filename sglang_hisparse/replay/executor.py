@@ -109,6 +109,7 @@ class Executor:
             buffer_size=options.buffer_size,
             page_size=options.page_size,
             top_k=options.top_k,
+            max_pages=limits.max_pages_per_slot,
             row_bytes=row_bytes,
             page_table=torch.zeros(limits.num_logical_pages + 1, dtype=torch.int32, device=self.device),
             host_bases=torch.tensor([rows.data_ptr() for rows in self.host], dtype=torch.int64),

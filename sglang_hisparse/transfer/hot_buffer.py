@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_hisparse.kernels.resolver import HotGroupState, resolve
+from sglang_hisparse.kernels.resolver import HotGroupState, resolve, translate_pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,7 @@ class HotBuffers:
         buffer_size: int,
         page_size: int,
         top_k: int,
+        max_pages: int,
         row_bytes: int,
         page_table: torch.Tensor,
         host_bases: torch.Tensor,
@@ -66,6 +67,8 @@ class HotBuffers:
         self.hot_pages = torch.zeros((num_slots, buffer_size // page_size), dtype=torch.int32, device=device)
         self.num_real_rows = torch.zeros(1, dtype=torch.int32, device=device)
         self.state = HotGroupState.allocate(num_slots, buffer_size, device, num_groups=len(groups.members))
+        # Written by the first group of a forward, read by all: logical pages are translated once a step, not once a layer.
+        self._translated_pages = torch.zeros((num_slots, max_pages), dtype=torch.int32, device=device)
         self._out = torch.full((num_slots, top_k), -1, dtype=torch.int32, device=device)
         self._group_bases = [
             (self.host_bases[list(layers)].contiguous(), self.device_bases[list(layers)].contiguous())
@@ -84,9 +87,12 @@ class HotBuffers:
         group = self.groups.group_of[leader_layer]
         host_bases, device_bases = self._group_bases[group]
         num_rows = top_k_result.shape[0]
+        translated = self._translated_pages[:num_rows, : page_rows.shape[1]]
+        if group == 0:
+            translate_pages(page_rows[:num_rows], self.page_table, translated)
         resolve(
             top_k=top_k_result,
-            page_rows=page_rows[:num_rows],
+            page_rows=translated,
             seq_lens=seq_lens[:num_rows],
             req_slots=req_pool_indices[:num_rows],
             num_real_rows=self.num_real_rows,
@@ -98,6 +104,7 @@ class HotBuffers:
             row_bytes=self.row_bytes,
             page_size=self.page_size,
             out=self.rows(num_rows),
+            translated_pages=True,
         )
         return self.rows(num_rows)
 
