@@ -18,10 +18,11 @@ cudaError_t device_limits(DeviceLimits& limits) {
   return cudaDeviceGetAttribute(&limits.multiprocessors, cudaDevAttrMultiProcessorCount, device);
 }
 
-// As many blocks per row as fit on the device at once: more than one wave would only queue.
+// As many blocks per row as fit on the device at once: more than one wave would only queue. A cluster lies within one group of
+// multiprocessors, and such groups may be a little uneven: the remainder of eight is not counted on.
 int choose_cluster(int rows, int multiprocessors) {
   int blocks = 8;
-  while (blocks > 1 && rows * blocks > multiprocessors) blocks /= 2;
+  while (blocks > 1 && rows * blocks > multiprocessors - multiprocessors % 8) blocks /= 2;
   return blocks;
 }
 

@@ -25,8 +25,9 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts")]
 
-import bench_resolver  # noqa: E402
-import kernel_checks as checks  # noqa: E402
+import bench_resolver
+import kernel_checks as checks
+import resolver_workload
 
 SANITIZER_TOOLS = ("memcheck", "racecheck", "initcheck")
 
@@ -36,9 +37,13 @@ def run_check(name: str, check: Callable[[], object], results: dict[str, object]
     try:
         detail = check()
         results[name] = {"ok": True, "seconds": round(time.time() - began, 1), "detail": detail}
-    except Exception as error:  # every check runs, whatever fails
+    except Exception as error:  # noqa: BLE001 - every check runs, whatever fails
         traceback.print_exc()
-        results[name] = {"ok": False, "seconds": round(time.time() - began, 1), "detail": f"{type(error).__name__}: {error}"[:600]}
+        results[name] = {
+            "ok": False,
+            "seconds": round(time.time() - began, 1),
+            "detail": f"{type(error).__name__}: {error}"[:600],
+        }
     shown = results[name]["detail"] if name != "timings" else "below"
     print(f"{'ok  ' if results[name]['ok'] else 'FAIL'} {name}: {shown} ({results[name]['seconds']} s)", flush=True)
     return bool(results[name]["ok"])
@@ -54,7 +59,7 @@ def sanitize() -> dict[str, str]:
         command = [program, "--tool", tool, "--error-exitcode", "9", "--kernel-regex", "kns=hisparse"]
         command += [sys.executable, __file__, "--sanitize-case"]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=150)
+            done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=150)
         except subprocess.TimeoutExpired:
             outcome[tool] = "timed out"
             continue
@@ -75,12 +80,12 @@ def timings(row_sizes: list[int]) -> list[dict[str, object]]:
     rows = []
     for row_bytes in row_sizes:
         for batch, misses in POINTS:
-            case = bench_resolver.Case(row_bytes, 2048, 4096, batch, misses)
+            case = resolver_workload.Case(row_bytes, 2048, 4096, batch, misses)
             tried = bench_resolver.variants(case)
             fetching = [row for row in tried if not str(row["variant"]).startswith("none")]
             right = [row for row in fetching if row["correct"]]
-            work = bench_resolver.Workload(case)
-            automatic, automatic_right = bench_resolver.time_ours(work)
+            work = resolver_workload.Workload(case)
+            automatic, automatic_right = resolver_workload.time_ours(work)
             row: dict[str, object] = {"row_bytes": row_bytes, "batch": batch, "misses": misses}
             row["ours"] = round(automatic, 1) if automatic_right else "WRONG"
             row["best"] = min((row["us"] for row in right), default=None)
@@ -88,7 +93,7 @@ def timings(row_sizes: list[int]) -> list[dict[str, object]]:
             row["no_copy"] = min(row["us"] for row in tried if str(row["variant"]).startswith("none"))
             row["gather"] = round(work.gather_us(), 1)
             if misses == 0:
-                resident = [bench_resolver.time_resident(work, overlap) for overlap in (False, True)]
+                resident = [resolver_workload.time_resident(work, overlap) for overlap in (False, True)]
                 row["resident"] = "/".join(f"{took:.1f}" if ok else "WRONG" for took, ok in resident)
             row["wrong"] = len(fetching) - len(right)
             row["all"] = {str(each["variant"]): each["us"] for each in tried}
@@ -127,7 +132,9 @@ def main() -> int:
         else:
             print(f"{'ok  ' if result['ok'] else 'FAIL'} {name}: {result['detail']}")
     if out := os.environ.get("OUT"):
-        Path(out, "kernel_check.json").write_text(json.dumps({**bench_resolver.environment(), "results": results}, indent=1) + "\n")
+        Path(out, "kernel_check.json").write_text(
+            json.dumps({**bench_resolver.environment(), "results": results}, indent=1) + "\n"
+        )
     return 0 if all(result["ok"] for result in results.values()) else 1
 
 

@@ -120,7 +120,10 @@ class Oracle:
                 total[1] += len(expected.wanted) - len(copies)
                 total[2] += len(copies)
         for slot in range(self.num_slots):
-            _require(list(counted(slot)) == totals.get(slot, [0, 0, 0, 0]), f"slot {slot}: counted {list(counted(slot))}, want {totals.get(slot)}")
+            _require(
+                list(counted(slot)) == totals.get(slot, [0, 0, 0, 0]),
+                f"slot {slot}: counted {list(counted(slot))}, want {totals.get(slot)}",
+            )
         return fetched
 
     def _model(self, slot: int) -> HotModel:
@@ -145,7 +148,10 @@ class Oracle:
             _require(out[i] in slot_of_row, f"row {row} entry {i}: {out[i]} is no row of the lease")
             hot_slot = slot_of_row[out[i]]
             _require(place.setdefault(host_row, hot_slot) == hot_slot, f"row {row} entry {i}: equal entries differ")
-            _require(tags[hot_slot] == host_row, f"row {row} entry {i}: slot {hot_slot} is tagged {tags[hot_slot]}, not {host_row}")
+            _require(
+                tags[hot_slot] == host_row,
+                f"row {row} entry {i}: slot {hot_slot} is tagged {tags[hot_slot]}, not {host_row}",
+            )
         _require(len(set(place.values())) == len(place), f"row {row}: two wanted rows share a slot")
 
         slot_of = {host_row: hot_slot for hot_slot, host_row in model.held.items()}
@@ -155,7 +161,9 @@ class Oracle:
             _require(slot_of.get(host_row, hot_slot) == hot_slot, f"row {row}: hit {host_row} moved to slot {hot_slot}")
         victims = [place[host_row] for host_row in misses]
         _require(not hits & set(victims), f"row {row}: evicted a slot that this step reads")
-        _require(victims == self._victims(model, hits, len(misses)), f"row {row}: victims {victims} are not the policy's")
+        _require(
+            victims == self._victims(model, hits, len(misses)), f"row {row}: victims {victims} are not the policy's"
+        )
         for hot_slot in range(self.buffer_size):
             if hot_slot not in victims:
                 _require(tags[hot_slot] == model.held.get(hot_slot, -1), f"row {row}: tag of slot {hot_slot} changed")
@@ -163,7 +171,10 @@ class Oracle:
         for host_row, hot_slot in place.items():
             model.held[hot_slot], model.used[hot_slot] = host_row, now
         model.clock += len(misses) + CLOCK_PER_STEP
-        return [(host_row, lease[hot_slot // step.page_size] * step.page_size + hot_slot % step.page_size) for host_row, hot_slot in zip(misses, victims, strict=True)]
+        return [
+            (host_row, lease[hot_slot // step.page_size] * step.page_size + hot_slot % step.page_size)
+            for host_row, hot_slot in zip(misses, victims, strict=True)
+        ]
 
     def _victims(self, model: HotModel, hits: set[int], needed: int) -> list[int]:
         now = model.clock // self.unit

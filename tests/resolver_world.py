@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import torch
-
 from oracle import Oracle, Step
+
 from sglang_hisparse.kernels.resolver import CopyMethod, HotGroupState, resolve, translate_pages
 
 POISON_ROW = -77
@@ -48,7 +48,9 @@ class Request:
 def home_rows(version: np.ndarray, layer: int, rows: np.ndarray, row_bytes: int) -> np.ndarray:
     """Content uint8 [n, row_bytes] of host rows: differs by row, layer and the version of the page's text."""
     seed = (version * 1_000_003 + rows * 7_919 + layer * 104_729).astype(np.uint64)
-    words = (seed[:, None] * np.uint64(2_654_435_761) + np.arange(row_bytes // 4, dtype=np.uint64) * np.uint64(40_503)) >> np.uint64(7)
+    words = (
+        seed[:, None] * np.uint64(2_654_435_761) + np.arange(row_bytes // 4, dtype=np.uint64) * np.uint64(40_503)
+    ) >> np.uint64(7)
     return words.astype(np.uint32).view(np.uint8).reshape(len(rows), row_bytes)
 
 
@@ -174,7 +176,9 @@ class World:
             "overlap_launch": shape.overlap_launch,
         }
 
-    def step(self, top_k: dict[int, np.ndarray], *, launch: Callable[..., None] = resolve, **options: Any) -> torch.Tensor:
+    def step(
+        self, top_k: dict[int, np.ndarray], *, launch: Callable[..., None] = resolve, **options: Any
+    ) -> torch.Tensor:
         """Resolve as `launch_arguments` says, check everything, return out."""
         arguments = self.launch_arguments(top_k, **options)
         before = self.state.header[:, 4:8].cpu().clone()
@@ -231,7 +235,9 @@ class World:
             chosen = random.permutation(seq_len)[:k]  # as an indexer gives them: no repeats
         chosen[random.random(k) < random.choice([0.0, 0.1, 0.9])] = -1
         if absurd and random.random() < 0.3:
-            odd = np.array([seq_len, seq_len + 1, 10**6, 2**31 - 1, -2, -(2**31), self.shape.max_pages * self.shape.page_size])
+            odd = np.array(
+                [seq_len, seq_len + 1, 10**6, 2**31 - 1, -2, -(2**31), self.shape.max_pages * self.shape.page_size]
+            )
             chosen[int(random.integers(0, k))] = random.choice(odd)
         return chosen.astype(np.int32)
 

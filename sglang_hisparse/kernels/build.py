@@ -37,7 +37,9 @@ def source_folder() -> Path:
     for folder in (package / "csrc", package.parent / "csrc"):
         if (folder / "params.h").is_file():
             return folder
-    raise KernelBuildError(f"kernel sources not found beside {package}: the installation is incomplete, install it again")
+    raise KernelBuildError(
+        f"kernel sources not found beside {package}: the installation is incomplete, install it again"
+    )
 
 
 def cache_folder() -> Path:
@@ -50,10 +52,14 @@ def device_architecture(device: int | None = None) -> str:
     import torch
 
     if not torch.cuda.is_available():
-        raise KernelBuildError("no CUDA device is visible: name the architecture (for example 9.0a) to build without one")
+        raise KernelBuildError(
+            "no CUDA device is visible: name the architecture (for example 9.0a) to build without one"
+        )
     major, minor = torch.cuda.get_device_capability(device)
     if major < 9:
-        raise KernelBuildError(f"compute capability {major}.{minor} lacks thread block clusters: 9.0 or newer is needed")
+        raise KernelBuildError(
+            f"compute capability {major}.{minor} lacks thread block clusters: 9.0 or newer is needed"
+        )
     return f"{major}.{minor}a"
 
 
@@ -107,7 +113,9 @@ def build_cpu() -> Path:
     """Path of the CPU library, compiled if its like is not cached. Raises KernelBuildError like `build_cuda`."""
     compiler = os.environ.get("CXX", "c++")
     if not shutil.which(compiler):
-        raise KernelBuildError(f"C++ compiler {compiler!r} not found: install one (for example the package g++) or set CXX")
+        raise KernelBuildError(
+            f"C++ compiler {compiler!r} not found: install one (for example the package g++) or set CXX"
+        )
     return _build("hisparse_cpu", CPU_SOURCES, _key(CPP_FLAGS, platform.machine(), _version(compiler)), {})
 
 
@@ -163,7 +171,9 @@ def _load(library: Path) -> Module:
     try:
         return tvm_ffi.load_module(str(library))
     except (RuntimeError, OSError) as error:
-        raise KernelBuildError(f"{library} does not load. Remedy: delete its folder and start again.\n{error}") from error
+        raise KernelBuildError(
+            f"{library} does not load. Remedy: delete its folder and start again.\n{error}"
+        ) from error
 
 
 def _runtime_link_flags(home: Path) -> list[str]:

@@ -48,7 +48,9 @@ class HotGroupState:
         self._sums = [0] * len(COUNTER_NAMES)
 
     @classmethod
-    def allocate(cls, num_slots: int, buffer_size: int, device: torch.device | str, num_groups: int = 1) -> HotGroupState:
+    def allocate(
+        cls, num_slots: int, buffer_size: int, device: torch.device | str, num_groups: int = 1
+    ) -> HotGroupState:
         """Empty state of `num_slots` request slots with `buffer_size` rows each, in each of `num_groups` groups."""
         shape = (num_groups, num_slots, _padded(buffer_size))
         tags = torch.full(shape, -1, dtype=torch.int32, device=device)[..., :buffer_size]

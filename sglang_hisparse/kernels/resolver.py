@@ -163,5 +163,15 @@ def audit_rows(
     all layers given; an answer of -1 differs. Resident rows have no other home and are passed over. No sync.
     """
     library_of(top_k).audit(
-        rows, top_k, page_rows, seq_lens, num_real_rows, page_table, host_bases, device_bases, row_bytes, page_size, counts
+        rows,
+        top_k,
+        page_rows,
+        seq_lens,
+        num_real_rows,
+        page_table,
+        host_bases,
+        device_bases,
+        row_bytes,
+        page_size,
+        counts,
     )

@@ -7,9 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import kernel_report
 import pytest
 
-import kernel_report
 from sglang_hisparse.errors import KernelBuildError
 from sglang_hisparse.kernels import build
 
@@ -47,7 +47,7 @@ def test_report_sees_a_spill() -> None:
 
 
 def test_second_process_finds_the_library(tmp_path: Path) -> None:
-    """Goal: processes that start together build once. Method: three at once on an empty cache, one library, all work."""
+    """Goal: processes that start together build once. Method: two at once on an empty cache, one library, both work."""
     program = "from sglang_hisparse.kernels.build import load_cpu; load_cpu().resolve; print('loaded')"
     started = [
         subprocess.Popen(
@@ -56,9 +56,9 @@ def test_second_process_finds_the_library(tmp_path: Path) -> None:
             stdout=subprocess.PIPE,
             text=True,
         )
-        for _ in range(3)
+        for _ in range(2)
     ]
-    assert [process.communicate(timeout=120)[0].strip() for process in started] == ["loaded"] * 3
+    assert [process.communicate(timeout=120)[0].strip() for process in started] == ["loaded"] * 2
     assert len(list(tmp_path.glob("hisparse_cpu_*/complete"))) == 1
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import kernel_checks
 import pytest
 import torch
 
-import kernel_checks
 from sglang_hisparse.kernels.page_copy import Direction, copy_pages
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -13,7 +13,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("check", [kernel_checks.page_copies, kernel_checks.gathers], ids=lambda check: check.__name__)
-def test_copies(device: str, check) -> None:  # noqa: ANN001
+def test_copies(device: str, check) -> None:
     """Goal: bytes arrive where they belong and nowhere else. Method: against torch indexing."""
     assert check(device)
 
@@ -33,7 +33,14 @@ def test_audit_finds_what_was_spoilt(device: str) -> None:
 def test_wrong_arguments_are_named() -> None:
     """Goal: a mistake is told by argument. Method: one wrong argument at a time."""
     bases, pages = torch.zeros(1, dtype=torch.int64), torch.zeros(2, dtype=torch.int32)
-    good = dict(direction=Direction.TO_HOST, host_bases=bases, device_bases=bases, host_pages=pages, device_pages=pages, page_bytes=16)
+    good = {
+        "direction": Direction.TO_HOST,
+        "host_bases": bases,
+        "device_bases": bases,
+        "host_pages": pages,
+        "device_pages": pages,
+        "page_bytes": 16,
+    }
     for change, error, message in (
         ({"page_bytes": 24}, ValueError, "page_bytes must be a multiple of 16, not 24"),
         ({"device_pages": pages[:1]}, ValueError, "device_pages has size 1, expected 2"),

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import kernel_checks
 import numpy as np
 import pytest
 import torch
-
-import kernel_checks
 from oracle import OracleError
 from resolver_world import Shape, World
+
 from sglang_hisparse.kernels.resolver import CopyMethod, HotGroupState, resolve
 
 FETCHES = [(1, CopyMethod.LOADS), (2, CopyMethod.LOADS), (4, CopyMethod.BULK), (8, CopyMethod.LOADS)]
-NAMED = dict(ids=lambda value: getattr(value, "name", None) or (f"k{value.k}-B{value.buffer_size}" if isinstance(value, Shape) else str(value)))
+NAMED = {
+    "ids": lambda value: (
+        getattr(value, "name", None) or (f"k{value.k}-B{value.buffer_size}" if isinstance(value, Shape) else str(value))
+    )
+}
 
 
 @pytest.mark.parametrize("shape", kernel_checks.SMALL, **NAMED)
@@ -116,7 +120,9 @@ def test_state_bytes_are_what_is_allocated() -> None:
     for num_slots, buffer_size, groups in ((3, 32, 2), (2, 10, 1), (5, 4096, 3)):
         state = HotGroupState.allocate(num_slots, buffer_size, "cpu", num_groups=groups)
         tensors = (state[0].tags, state[0].stamps, state[0].header)
-        assert sum(tensor.untyped_storage().nbytes() for tensor in tensors) == groups * HotGroupState.bytes(num_slots, buffer_size)
+        assert sum(tensor.untyped_storage().nbytes() for tensor in tensors) == groups * HotGroupState.bytes(
+            num_slots, buffer_size
+        )
 
 
 @pytest.mark.parametrize(
@@ -146,8 +152,12 @@ def test_wrong_arguments_are_named(change: dict, error: type[Exception], message
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("check", [kernel_checks.same_as_cpu, kernel_checks.graph_replay, kernel_checks.no_sync], ids=lambda check: check.__name__)
-def test_on_a_gpu(check) -> None:  # noqa: ANN001
+@pytest.mark.parametrize(
+    "check",
+    [kernel_checks.same_as_cpu, kernel_checks.graph_replay, kernel_checks.no_sync],
+    ids=lambda check: check.__name__,
+)
+def test_on_a_gpu(check) -> None:
     """Goal: the CUDA library equals the CPU library, in captured graphs too, and never waits. Method: shared checks."""
     assert check("cuda")
 
@@ -170,7 +180,7 @@ def _wrong_tag(arguments: dict) -> None:
 
 
 @pytest.mark.parametrize("fault", [_wrong_row, _wrong_byte, _wrong_count, _wrong_tag], ids=lambda fault: fault.__name__)
-def test_checks_bite(fault) -> None:  # noqa: ANN001
+def test_checks_bite(fault) -> None:
     """Goal: the checks above can fail. Method: one fault put in after a right answer, each must be seen."""
     world = World(Shape(), "cpu", 0)
     world.admit(0, num_pages=20, resident=0.0)
