@@ -1,4 +1,4 @@
-"""The command `sglang-hisparse`: replay, config, build.
+"""The command `sglang-hisparse`: plan, check, replay, config, build.
 
 Owns argument parsing and what is printed; the work is done by the modules that each command imports when it runs, so
 that `--help` needs neither torch nor SGLang. It holds no setting of its own and never starts a server.
@@ -15,6 +15,7 @@ from rich.table import Table
 from sglang_hisparse import __version__
 from sglang_hisparse.config import HiSparseConfig, ModelFacts, describe, parse_config, reference_markdown
 from sglang_hisparse.errors import ConfigError, HiSparseError
+from sglang_hisparse.planning.command import plan
 from sglang_hisparse.replay.command import replay
 
 console = Console()
@@ -147,6 +148,7 @@ def build(
 
 
 app.command()(replay)
+app.command()(plan)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,327 @@
+"""The plan of a deployment: memory of one rank, requests that fit, bytes over the link, the settings that follow.
+
+Called by the command `plan` and by plots.py. The figures of a server at start come from the same functions (capacity.py,
+layout.py, the kernels' own state size), so a plan and the table in the server's log agree where their inputs do. It asks
+neither GPU nor host: all sizes are given to it. Figures that are estimates say so in their name or beside them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from sglang_hisparse.capacity import (
+    decide_plan,
+    decoding_pages,
+    host_share_bytes,
+    longest_request_tokens,
+    prefill_pages,
+    request_slots,
+)
+from sglang_hisparse.config import GIB, HiSparseConfig
+from sglang_hisparse.errors import ConfigError
+from sglang_hisparse.layout import HotShape, KVShape, MemoryPlan, least_device_tokens, pages_for
+from sglang_hisparse.planning.model_shapes import CacheType, ModelShape
+
+HOST_RESERVE_BYTES = 10 * GIB
+"""What SGLang leaves free on every machine when it sizes pinned pools."""
+
+LINK_GBPS = {CacheType.BF16: 47.0, CacheType.FP8: 43.0}
+"""Scattered rows read from pinned memory by a kernel, measured on one H200 (PCIe Gen5 x16, 55 GB/s for a large copy)."""
+
+HOST_SHARE = 0.95
+"""A ratio is chosen for this share of the host memory named: a server refuses to start where a little less is free."""
+
+RATIO_STEP = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """Machines and parallelism.
+
+    gpus: all of them; tp: ranks of one server, dp of which have an attention (and a cache) of their own, so that tp/dp
+    ranks hold the same cache. gpus/tp servers run side by side. host_bytes: free memory of one machine with
+    gpus_per_host GPUs. overhead_bytes: CUDA context and communicators, an estimate. weight_bytes: of one rank, as
+    measured, None: estimate them.
+    """
+
+    gpus: int = 8
+    tp: int = 8
+    dp: int = 1
+    gpu_bytes: int = int(139.8 * GIB)
+    gpus_per_host: int = 8
+    host_bytes: int = 1024 * GIB
+    mem_fraction: float = 0.85
+    overhead_bytes: int = int(1.5 * GIB)
+    weight_bytes: int | None = None
+    max_running_requests: int | None = None
+
+    def __post_init__(self) -> None:
+        for key, value, unit in (("--tp", self.tp, self.gpus), ("--dp", self.dp, self.tp)):
+            if unit % value:
+                raise ConfigError(f"{key}: {value} does not divide {unit}; allowed: a divisor of {unit}")
+
+    @property
+    def caches(self) -> int:
+        """Caches that hold different requests."""
+        return self.gpus // self.tp * self.dp
+
+    @property
+    def ranks_per_host(self) -> int:
+        return min(self.gpus, self.gpus_per_host)
+
+    @property
+    def slots_per_cache(self) -> int | None:
+        """--max-running-requests as each attention rank gets it."""
+        return None if self.max_running_requests is None else max(1, self.max_running_requests // self.dp)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Requests of one length. wanted: how many at once, None: as many as fit."""
+
+    prompt_tokens: int = 32768
+    output_tokens: int = 8192
+    wanted: int | None = None
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.output_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """Settings that are given, None: choose."""
+
+    cache_type: CacheType = CacheType.FP8
+    ratio: float | None = None
+    buffer_rows: int | None = None
+    host_pool_gib: float | None = None
+    link_gbps: float | None = None
+    miss_rates: tuple[float, ...] = (0.067, 0.134, 0.3)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBytes:
+    """GPU memory of one rank. cache: what a server finds for KV, index-K and metadata."""
+
+    total: int
+    overhead: int
+    slack: int  #: outside --mem-fraction-static: activations, graphs
+    weights: int
+    weights_estimated: bool
+    cache: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Requests at once, each at its full length. bound: what keeps one more out."""
+
+    mode: str
+    per_cache: int
+    total: int
+    bound: str
+
+
+@dataclass(frozen=True, slots=True)
+class LinkTime:
+    """Bytes from the host in one decode step of one rank, and their time.
+
+    exposed_ms: nothing overlaps, as in this version. followers_hidden_ms: with the rows of follower layers hidden behind
+    compute; a lower bound. ahead_above_ms: step time of a full plain batch above which this batch makes more tokens a
+    second, if batches of both sizes take equally long but for the link; None where it is no larger than plain's.
+    """
+
+    miss_rate: float
+    requests: int
+    step_bytes: int
+    exposed_ms: float
+    followers_hidden_ms: float
+    ahead_above_ms: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """Everything that is known about one deployment, model and load."""
+
+    model: ModelShape
+    deployment: Deployment
+    load: Load
+    choices: Choices
+    device: DeviceBytes
+    host_bytes_per_rank: int
+    memory: MemoryPlan
+    plain: Fit
+    hisparse: tuple[Fit, ...]  #: full, mixed, none
+    longest_request_tokens: int
+    shortest_gain_tokens: int  #: shorter requests give nothing back by leaving the GPU
+    link: tuple[LinkTime, ...]
+
+    @property
+    def full(self) -> Fit:
+        return self.hisparse[0]
+
+    @property
+    def mixed(self) -> Fit:
+        return self.hisparse[1]
+
+
+def device_bytes(model: ModelShape, deployment: Deployment) -> DeviceBytes:
+    """How one GPU is divided before the cache is. Raises ConfigError where the weights leave nothing."""
+    weights = deployment.weight_bytes
+    if weights is None:
+        weights = model.weight_bytes(tp=deployment.tp, dp=deployment.dp)
+    if weights is None:
+        raise ConfigError("--weights-gib: the model's config does not tell its weights; allowed: GiB of one rank")
+    free = deployment.gpu_bytes - deployment.overhead_bytes
+    slack = int(free * (1 - deployment.mem_fraction))
+    cache = free - slack - weights
+    if cache <= 0:
+        raise ConfigError(
+            f"--gpus: {weights / GIB:.1f} GiB of weights per GPU do not fit {(free - slack) / GIB:.1f} GiB (memory "
+            f"fraction {deployment.mem_fraction:g}); allowed: more GPUs, a larger --tp, or a larger --mem-fraction"
+        )
+    return DeviceBytes(
+        total=deployment.gpu_bytes,
+        overhead=deployment.overhead_bytes,
+        slack=slack,
+        weights=weights,
+        weights_estimated=deployment.weight_bytes is None,
+        cache=cache,
+    )
+
+
+def hot_shape(model: ModelShape, shape: KVShape, num_slots: int, choices: Choices) -> HotShape:
+    """Hot buffers of all request slots. Raises ConfigError where the buffer does not suit the model."""
+    from sglang_hisparse.kernels.hot_state import HotGroupState
+
+    resolved = HiSparseConfig(device_buffer_size=choices.buffer_rows).resolve(model.facts)
+    return HotShape(
+        num_slots=num_slots,
+        buffer_rows=resolved.device_buffer_size,
+        num_groups=shape.num_leaders,
+        state_bytes=HotGroupState.bytes(num_slots, resolved.device_buffer_size),
+        result_rows=resolved.top_k,
+    )
+
+
+def memory_plan(
+    model: ModelShape, deployment: Deployment, choices: Choices, cache_bytes: int, ratio: float | None
+) -> MemoryPlan:
+    """The plan that a server makes of `cache_bytes` per rank; ratio None: derived from host memory. Raises ConfigError."""
+    shape = model.kv_shape(choices.cache_type)
+    capacity = cache_bytes // shape.kv_token_bytes
+    num_slots = request_slots(capacity, model.context_tokens, deployment.slots_per_cache)
+    cap = choices.host_pool_gib
+    return decide_plan(
+        shape,
+        hot_shape(model, shape, num_slots, choices),
+        device_bytes=cache_bytes,
+        host_bytes=host_share_bytes(deployment.host_bytes, HOST_RESERVE_BYTES, deployment.ranks_per_host),
+        ranks=deployment.ranks_per_host,
+        ratio=ratio,
+        host_pool_bytes=None if cap is None else int(cap * GIB),
+    )
+
+
+def fits(memory: MemoryPlan, load: Load, caches: int) -> tuple[Fit, ...]:
+    """Requests of `load` that run at once: plain, then full, mixed and none.
+
+    plain and full: every page on the GPU. mixed: admission's own sum, one prompt being prefilled beside requests that
+    have shrunk to hot lease, tail and a page. none: no prefill at all, as where prefixes are found on the host.
+    """
+    page = memory.shape.page_size
+    total, prompt = pages_for(load.total_tokens, page), pages_for(load.prompt_tokens, page)
+    smallest = least_device_tokens(memory.shape, memory.hot) // page
+    device, logical = memory.device_tokens // page, memory.logical_tokens // page
+    decoding, prefill = decoding_pages(total, smallest), prefill_pages(prompt, total, smallest)
+    slots = memory.hot.num_slots - 1
+    too_long = load.total_tokens > longest_request_tokens(memory.device_tokens, memory.logical_tokens, page)
+
+    def fit(mode: str, *limits: tuple[int, str]) -> Fit:
+        count, bound = min((*limits, (slots, "request slots")), key=lambda limit: limit[0])
+        if mode != "plain" and too_long:
+            count, bound = 0, "one request does not fit the GPU's pages while it is prefilled"
+        return Fit(mode, count, count * caches, bound)
+
+    tokens = (logical // total, "tokens (index-K on the GPU, rows on the host)")
+    mixed = 1 + (device - prefill) // decoding if prefill <= device else 0
+    return (
+        fit("plain", (memory.plain_tokens // page // total, "GPU pages")),
+        fit("full", (device // total, "GPU pages"), tokens),
+        fit("mixed", (mixed, "GPU pages for hot buffers"), tokens),
+        fit("none", (device // decoding, "GPU pages for hot buffers"), tokens),
+    )
+
+
+def link_time(model: ModelShape, choices: Choices, miss_rate: float, requests: int, plain_requests: int) -> LinkTime:
+    """One decode step of one rank with `requests`, `miss_rate` of whose selected rows come from the host."""
+    shape = model.kv_shape(choices.cache_type)
+    step_bytes = int(requests * model.facts.index_topk * miss_rate * shape.kv_token_bytes)
+    gbps = choices.link_gbps or LINK_GBPS[choices.cache_type]
+    exposed = step_bytes / gbps / 1e6
+    gain = requests - plain_requests
+    return LinkTime(
+        miss_rate=miss_rate,
+        requests=requests,
+        step_bytes=step_bytes,
+        exposed_ms=exposed,
+        followers_hidden_ms=exposed * shape.num_leaders / shape.num_layers,
+        ahead_above_ms=plain_requests * exposed / gain if gain > 0 and plain_requests else None,
+    )
+
+
+def candidate_ratios(most: float) -> Iterator[float]:
+    """Ratios from 1 to `most` in steps, ascending, `most` included (rounded down to hundredths)."""
+    for step in range(int((most - 1) / RATIO_STEP) + 1):
+        yield round(1 + step * RATIO_STEP, 2)
+    yield max(math.floor(most * 100) / 100, 1.0)
+
+
+def choose_ratio(model: ModelShape, deployment: Deployment, load: Load, choices: Choices, cache_bytes: int) -> float:
+    """The smallest ratio with which the most requests run, or all that are wanted. Raises ConfigError."""
+    thrifty = replace(deployment, host_bytes=int(deployment.host_bytes * HOST_SHARE))
+    derived = memory_plan(model, thrifty, choices, cache_bytes, None)
+    best, best_count = 1.0, -1
+    for ratio in candidate_ratios(derived.ratio):
+        try:
+            memory = memory_plan(model, deployment, choices, cache_bytes, ratio)
+        except ConfigError:
+            continue
+        count = fits(memory, load, deployment.caches)[2].total
+        if load.wanted is not None:
+            count = min(count, load.wanted)
+        if count > best_count:
+            best, best_count = ratio, count
+    return best
+
+
+def make_plan(model: ModelShape, deployment: Deployment, load: Load, choices: Choices) -> Planned:
+    """Plan one deployment. Raises ConfigError with the figure that would fit."""
+    device = device_bytes(model, deployment)
+    if choices.ratio is None:
+        choices = replace(choices, ratio=choose_ratio(model, deployment, load, choices, device.cache))
+    memory = memory_plan(model, deployment, choices, device.cache, choices.ratio)
+    plain, *hisparse = fits(memory, load, deployment.caches)
+    counts = sorted({1, *(fit.per_cache for fit in hisparse[:2] if fit.per_cache)})
+    return Planned(
+        model=model,
+        deployment=deployment,
+        load=load,
+        choices=choices,
+        device=device,
+        host_bytes_per_rank=host_share_bytes(deployment.host_bytes, HOST_RESERVE_BYTES, deployment.ranks_per_host),
+        memory=memory,
+        plain=plain,
+        hisparse=tuple(hisparse),
+        longest_request_tokens=longest_request_tokens(
+            memory.device_tokens, memory.logical_tokens, memory.shape.page_size
+        ),
+        shortest_gain_tokens=least_device_tokens(memory.shape, memory.hot) + 1,
+        link=tuple(
+            link_time(model, choices, rate, count, plain.per_cache)
+            for rate in choices.miss_rates
+            for count in counts
+        ),
+    )
