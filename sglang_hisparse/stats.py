@@ -1,24 +1,36 @@
 """Counts of a running server: collected without waiting for the device, written to a file when asked.
 
-SGLANG_HISPARSE_STATS_FILE names a file that is rewritten with one JSON object every two seconds of activity and at
-shutdown. It is how the verification scripts know that a run has used the host tier.
+`gather` collects them for the metrics and the log line (metrics.py). SGLANG_HISPARSE_STATS_FILE names a file that is
+rewritten with one JSON object every two seconds of activity and at shutdown. It is how the verification scripts know that a
+run has used the host tier.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sglang_hisparse.residency import Owner
+import numpy as np
+import torch
+
+from sglang_hisparse.kernels.hot_state import COUNTER_NAMES, FIRST_COUNTER
+from sglang_hisparse.residency import Owner, PageState, Residency
 
 if TYPE_CHECKING:
+    from sglang_hisparse.residency.types import PageTransfer
     from sglang_hisparse.runtime import HiSparseRuntime
+    from sglang_hisparse.transfer.hot_buffer import HotBuffers
 
 STATS_VARIABLE = "SGLANG_HISPARSE_STATS_FILE"
 PERIOD_SECONDS = 2.0
+
+#: name of a metric -> value of its own label ("": it has none) -> number; the names are those of metrics.METRICS
+Sample = dict[str, dict[str, float]]
 
 
 def residency_counts(runtime: HiSparseRuntime) -> dict[str, int]:
@@ -29,6 +41,7 @@ def residency_counts(runtime: HiSparseRuntime) -> dict[str, int]:
         "pages_spilled": counters.pages_spilled,
         "pages_promoted": counters.pages_promoted,
         "leases_acquired": counters.leases_acquired,
+        "retractions_avoided": counters.retractions_avoided,
         "pages_rehomed": counters.pages_rehomed,
         "refusals": counters.refusals,
         "device_pages_free": residency.device_pages.num_free,
@@ -48,6 +61,135 @@ def resolver_counts(counters: dict[str, int]) -> dict[str, int]:
         "rows_hot": counters["entries_hot"],
         "rows_fetched": counters["rows_fetched"],
         "errors": counters["entries_failed"],
+    }
+
+
+class FetchedBytes:
+    """Bytes that the resolver has fetched from the host tier: the rows of each index group times the layers of that group.
+
+    Groups differ in their number of layers, so the totals of HotGroupState.counters do not tell. Lags like them by one call,
+    and waits for nothing.
+    """
+
+    def __init__(self, hot: HotBuffers) -> None:
+        column = FIRST_COUNTER + COUNTER_NAMES.index("rows_fetched")
+        self._columns = [hot.state[group].header[:, column] for group in range(len(hot.state))]
+        self._bytes_per_row = torch.tensor([len(layers) * hot.row_bytes for layers in hot.groups.members])
+        on_gpu = hot.page_table.is_cuda
+        self._seen = torch.zeros((len(self._columns), len(self._columns[0])), dtype=torch.int32, pin_memory=on_gpu)
+        self._before = torch.zeros_like(self._seen)
+        self._copied = torch.cuda.Event() if on_gpu else None
+        self._total = 0
+
+    def total(self) -> int:
+        """Bytes since start, as of an earlier call; starts the next copy on the current stream."""
+        if self._copied is None or self._copied.query():
+            grown = (self._seen.long() - self._before.long()) & 0xFFFFFFFF  # the device counts modulo 2**32
+            self._total += int(grown.sum(dim=1) @ self._bytes_per_row)
+            self._before.copy_(self._seen)
+            self._seen.copy_(torch.stack(self._columns), non_blocking=True)
+            if self._copied is not None:
+                self._copied.record()
+        return self._total
+
+
+class CopyTimes:
+    """How long host copies took, by the CPU's clock: one entry for all the pages of one launch.
+
+    `enqueued`: from planning until the launch returned. `completed`: until the copies were seen to be complete, which is
+    looked at before each forward and while idle, so the time of a forward may be in it.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._planned: dict[int, float] = {}  # id of a launch's last copy, the last to be complete -> when it was planned
+        self._seconds: dict[str, list[float]] = {"enqueued": [], "completed": []}
+
+    def measure(
+        self, mirror: Callable[[list[PageTransfer]], Iterable[int]], transfers: list[PageTransfer]
+    ) -> Iterable[int]:
+        """What `mirror(transfers)` returns."""
+        planned = self._clock()
+        ids = mirror(transfers)
+        self._seconds["enqueued"].append(self._clock() - planned)
+        self._planned[transfers[-1].transfer_id] = planned
+        return ids
+
+    def note_completed(self, transfer_ids: Iterable[int]) -> None:
+        """These copies have just been seen to be complete; unknown ids are passed over."""
+        now = self._clock()
+        known = self._planned.keys() & transfer_ids
+        self._seconds["completed"] += [now - self._planned.pop(transfer_id) for transfer_id in sorted(known)]
+
+    def forget(self) -> None:
+        """No copy under way will be acknowledged."""
+        self._planned.clear()
+
+    def take(self, stage: str) -> list[float]:
+        """Seconds of `stage` since the last call."""
+        taken, self._seconds[stage] = self._seconds[stage], []
+        return taken
+
+
+def shares(rows: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
+    """Where the rows resolved between two samples were found, as shares of 1; NaN each when there were none."""
+    grown = {source: rows[source] - before.get(source, 0) for source in ("resident", "hot", "host")}
+    total = sum(grown.values())
+    return {source: count / total if total else math.nan for source, count in grown.items()}
+
+
+def gather(runtime: HiSparseRuntime, fetched: FetchedBytes) -> Sample:
+    """All that metrics.METRICS names, but what is derived from two samples or measured on its own.
+
+    CPU state, and device counts as copied by an earlier call. Of the order of 100 us for a million tokens.
+    """
+    counts = runtime.counters()
+    return {
+        "rows_total": {
+            "resident": counts["rows_resident"],
+            "hot": counts["rows_hot"],
+            "host": counts["rows_fetched"],
+            "failed": counts["errors"],
+        },
+        "to_host_bytes_total": {"": counts["bytes_to_host"]},
+        "to_device_bytes_total": {"promote": counts["bytes_to_device"], "fetch": fetched.total()},
+        "mirrored_pages_total": {"": counts["pages_mirrored"]},
+        "spilled_pages_total": {"": counts["pages_spilled"]},
+        "promoted_pages_total": {"": counts["pages_promoted"]},
+        "rehomed_pages_total": {"": counts["pages_rehomed"]},
+        "hot_leases_acquired_total": {"": counts["leases_acquired"]},
+        "retractions_avoided_total": {"": counts["retractions_avoided"]},
+        "refusals_total": {"": counts["refusals"]},
+        "audited_rows_total": {"": counts["audited_rows"]},
+        "audit_mismatches_total": {"": counts["mismatches"]},
+        **_pools(runtime),
+        **_requests(runtime),
+    }
+
+
+def _pools(runtime: HiSparseRuntime) -> Sample:
+    """The pools as they are."""
+    residency, book = runtime.residency, runtime.residency.book
+    device, host = residency.device_pages, runtime.mem_pool_host
+    num_host = residency.limits.num_logical_pages
+    return {
+        "pages": {state.name.lower(): int(np.count_nonzero(book.state[1:] == state)) for state in PageState},
+        "mirror_backlog_pages": {"waiting": residency.num_dirty, "in_flight": int(np.count_nonzero(book.transfer))},
+        "device_pages": {owner.name.lower(): device.count(owner) for owner in Owner},
+        "device_usage": {"": 1 - device.num_free / device.num_pages},
+        "host_usage": {"": 1 - book.num_free / num_host},
+        "host_tier_bytes": {"": host.num_bytes},
+        "device_demand": {"": int(np.count_nonzero(book.users)) / device.num_pages},
+    }
+
+
+def _requests(runtime: HiSparseRuntime) -> Sample:
+    """Requests that hold a slot, by where their pages are."""
+    residency = runtime.residency
+    modes = [residency.residency(slot) for slot in np.flatnonzero(residency.book.live).tolist()]
+    return {
+        "requests": {mode.value: modes.count(mode) for mode in Residency},
+        "hot_leases": {"": len(residency.hot_lease)},
     }
 
 
