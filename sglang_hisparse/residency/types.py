@@ -146,3 +146,4 @@ class ResidencyCounters:
     pages_rehomed: int = 0
     stale_acknowledgements: int = 0
     refusals: int = 0
+    retractions_avoided: int = 0  #: shortages of running requests that spilling has met; counted by the runtime
