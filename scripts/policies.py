@@ -6,7 +6,7 @@ with the lowest current score, on the profiles that are made of scores. `lru_gen
 order inside a step, which the recency profiles are made of and no indexer tells. Miss rates are shares of the selected
 positions, the mean of the seeds, without the first and the last steps.
 
-    python scripts/policies.py                   # about ten minutes on two cores
+    python scripts/policies.py                   # about five minutes on two cores
     python scripts/policies.py --steps 300 --seeds 1 --profiles paper smA --folder /tmp/policies
 """
 
