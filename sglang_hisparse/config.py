@@ -126,6 +126,19 @@ class HiSparseConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         Meta(ge=0, le=1 << 20),
         KeyText("MiB", "most bytes brought back to the GPU in one step of decoding; 0 switches this off"),
     ] = 64
+    record_file: (
+        Annotated[
+            str,
+            Meta(min_length=1),
+            KeyText(
+                "path",
+                "record the positions that up to 8 requests at once select, to replay them later; a file of 1 GiB at most, "
+                "an older one is replaced",
+                "no recording",
+            ),
+        ]
+        | None
+    ) = None
     swap_in_block_size: (
         Annotated[
             int, Meta(ge=1), KeyText("threads", "known to SGLang's own HiSparse; accepted here, without effect", "none")
@@ -171,6 +184,7 @@ class HiSparseConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             watermark_high=self.watermark_high,
             mirror_bytes_per_step=self.mirror_mib_per_step * MIB,
             promote_bytes_per_step=self.promote_mib_per_step * MIB,
+            record_file=self.record_file,
         )
 
 
@@ -216,6 +230,7 @@ class ResolvedConfig:
     watermark_high: float
     mirror_bytes_per_step: int
     promote_bytes_per_step: int
+    record_file: str | None = None
 
     @property
     def hot_pages(self) -> int:
