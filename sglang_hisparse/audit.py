@@ -6,7 +6,8 @@ by environment variables because they are tools of tests and soak runs, not sett
 SGLANG_HISPARSE_AUDIT=1        every row that the resolver took from a hot buffer is compared, in the leader's layer, with its
                                home on the host; counted in `audited_rows` and `mismatches`.
 SGLANG_HISPARSE_FAULT=zero_rows:0.01
-                               this share of the selected positions is given to attention as the pad page's row.
+                               this share of the selected positions is given to attention as the pad page's row; the other
+                               faults of that variable are described in faults.py.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_hisparse.errors import ConfigError
+from sglang_hisparse.faults import FAULT_VARIABLE, FaultPlan
 from sglang_hisparse.kernels.resolver import audit_rows
 
 if TYPE_CHECKING:
     from sglang_hisparse.runtime import HiSparseRuntime
 
 AUDIT_VARIABLE = "SGLANG_HISPARSE_AUDIT"
-FAULT_VARIABLE = "SGLANG_HISPARSE_FAULT"
+__all__ = ["AUDIT_VARIABLE", "FAULT_VARIABLE", "RowAudit", "RowFault"]
 
 
 class RowAudit:
@@ -77,17 +78,7 @@ class RowFault:
 
     @classmethod
     def from_env(cls, runtime: Any) -> RowFault:
-        text = os.environ.get(FAULT_VARIABLE, "")
-        if not text:
-            return cls(0.0)
-        kind, _, share = text.partition(":")
-        try:
-            value = float(share)
-        except ValueError:
-            value = -1.0
-        if kind != "zero_rows" or not 0 < value <= 1:
-            raise ConfigError(f"{FAULT_VARIABLE}: {text!r} is not known; allowed: zero_rows:SHARE with 0 < SHARE <= 1")
-        return cls(value)
+        return cls(FaultPlan.from_env().zero_rows)
 
     def apply(self, rows: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
         """Rows int32 [n, k], a new tensor where faults are planted: by a hash of the position, the same in every layer."""

@@ -135,6 +135,20 @@ def after_is_fully_idle(result: bool, scheduler: Any, *args: Any, **kwargs: Any)
     return result
 
 
+def before_flush(scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    _settle(scheduler)
+
+
+def before_memory_release(updater: Any, *args: Any, **kwargs: Any) -> None:
+    _settle(updater.scheduler)
+
+
+def _settle(scheduler: Any) -> None:
+    runtime = getattr(scheduler, "hisparse_coordinator", None)
+    if isinstance(runtime, HiSparseRuntime):
+        runtime.settle()
+
+
 def after_get_worker_info(result: tuple, worker: Any) -> tuple:
     allocator = worker.model_runner.token_to_kv_pool_allocator
     if not isinstance(allocator, HiSparseAllocator):
@@ -229,6 +243,18 @@ HOOKS: tuple[Hook, ...] = (
         "AFTER",
         after_is_fully_idle,
         "nothing is flushed or released while a host copy is under way (R29)",
+    ),
+    Hook(
+        "managers.scheduler.Scheduler.flush_cache",
+        "BEFORE",
+        before_flush,
+        "a flush that plain SGLang would make is not refused for a host copy: it waits for it (R29)",
+    ),
+    Hook(
+        "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.release_memory_occupation",
+        "BEFORE",
+        before_memory_release,
+        "SGLang asserts that the server is idle, and would end it for a host copy that is under way (R29)",
     ),
     Hook(
         "managers.tp_worker.TpModelWorker.get_worker_info",

@@ -7,6 +7,7 @@ inside the captured graph. It takes no decision of its own and never waits for t
 
 from __future__ import annotations
 
+import functools
 import logging
 import signal
 import threading
@@ -18,14 +19,16 @@ import torch
 from sglang_hisparse import settings
 from sglang_hisparse.audit import RowAudit, RowFault
 from sglang_hisparse.errors import HiSparseError, InvariantError
+from sglang_hisparse.faults import FaultPlan, FaultSeam
 from sglang_hisparse.memory.allocator import HiSparseAllocator
 from sglang_hisparse.memory.host_tier import HostTier
 from sglang_hisparse.memory.pool import HiSparsePool
 from sglang_hisparse.metrics import Reporter
 from sglang_hisparse.residency import ResidencyCoordinator, ResidencyLimits, SpillPolicy
 from sglang_hisparse.residency.invariants import check
-from sglang_hisparse.stats import StatsWriter, residency_counts, resolver_counts
+from sglang_hisparse.stats import StatsWriter, exceeds_device, residency_counts, resolver_counts
 from sglang_hisparse.transfer.hot_buffer import GroupTable, HotBuffers
+from sglang_hisparse.transfer.last_resort import copy_to_host_now
 from sglang_hisparse.transfer.worker import TransferWorker
 
 logger = logging.getLogger(__name__)
@@ -111,10 +114,16 @@ class HiSparseRuntime:
         self.reporter = Reporter(self)
         self.residency = ResidencyCoordinator(limits, policy, allocator.device_pages, self.reporter.mirror)
         self.policy = SpillPolicy(self.residency)
+        self.worker.on_failed = self.residency.on_failed
+        self.worker.copy_now = functools.partial(copy_to_host_now, self.worker, pool, self.mem_pool_host)
+        # A rank may not decide by a failure that the other ranks have not seen (R30): there no copy is given back.
+        self.worker.must_succeed = tp_group is not None and torch.distributed.get_world_size(group=tp_group) > 1
+        self.plant(FaultPlan.from_env())
         self.num_real_reqs = self.hot.num_real_rows
         self.audit, self.fault = RowAudit.from_env(self), RowFault.from_env(self)
         self.stats = StatsWriter.from_env(self)
         self._model_runner: Any = None
+        self._scheduler: Any = None
         self.tree_cache: Any = None
         self._committed_seen = 0
         self._extend: list[_ExtendRequest] = []
@@ -133,7 +142,7 @@ class HiSparseRuntime:
     def bind_scheduler(self, scheduler: Any) -> None:
         """The scheduler is built. Its staging flag goes off: with it, a prefilled request would wait for its host copy
         outside every batch (R31). The flag of the process stays, since other places need it."""
-        self.tree_cache = scheduler.tree_cache
+        self._scheduler, self.tree_cache = scheduler, scheduler.tree_cache
         scheduler.enable_hisparse = False
         self.hot.forget_counts()
         self.reporter.bind(scheduler)
@@ -141,6 +150,10 @@ class HiSparseRuntime:
             # A scheduler that is told to end directly would die with its pinned memory still registered: let it leave its
             # loop instead, so that SGLang's orderly shutdown runs, and with it `destroy`.
             signal.signal(signal.SIGTERM, lambda *_: setattr(scheduler, "gracefully_exit", True))
+
+    def plant(self, plan: FaultPlan) -> None:
+        """Let the faults of `plan` happen from now on; none, when it names none (but for those of the captured graph)."""
+        self.faults = self.worker.faults = FaultSeam(plan) if plan.needs_seam else None
 
     def set_decode_producer_stream(self, stream: Any) -> None:
         self.worker.forward_stream = stream
@@ -197,10 +210,27 @@ class HiSparseRuntime:
     def make_room(self, num_pages: int) -> bool:
         """Spill until `num_pages` device pages are free."""
         is_short = num_pages > self.residency.device_pages.num_free
-        done = self.policy.make_room(num_pages)
-        if is_short and done and not self._extend:
+        done = self._make_room(num_pages)
+        if is_short and done and not self._extend and exceeds_device(self.residency, num_pages):
             self.residency.counters.retractions_avoided += 1
         return done
+
+    def _make_room(self, num_pages: int) -> bool:
+        """What admission has promised does not fail with a copy: then the pages that are needed are copied the slow way."""
+        failed_before = self.residency.counters.copies_failed
+        if self.policy.make_room(num_pages):
+            return True
+        if self.residency.counters.copies_failed == failed_before:
+            return False
+        before, self.worker.must_succeed = self.worker.must_succeed, True
+        try:
+            return self.policy.make_room(num_pages)
+        finally:
+            self.worker.must_succeed = before
+
+    def refuses(self) -> bool:
+        """Whether fault injection answers this question for room with no."""
+        return self.faults is not None and self.faults.refuses()
 
     def committed_device_pages(self) -> int:
         """Device pages that the live requests need at worst: the ledger of `memory/budget.py`."""
@@ -208,6 +238,8 @@ class HiSparseRuntime:
 
     def admission_may_have_room(self) -> bool:
         """Whether the ledger has shrunk since this was last asked: SGLang stops asking once a batch was full."""
+        if self.faults is not None:
+            self.faults.abort_one(self._scheduler)
         before, self._committed_seen = self._committed_seen, self.committed_device_pages()
         return self._committed_seen < before
 
@@ -231,11 +263,11 @@ class HiSparseRuntime:
         self.reporter.note_completed(completed)
 
     def _tick_policy(self) -> None:
-        """Below the low watermark the next steps would lack pages: what spilling gives then has avoided a retraction too."""
-        counters, is_low = self.residency.counters, self.residency.device_pages.num_free < self.policy.watermark_low_pages
-        before = counters.pages_spilled
+        """Below the low watermark the next steps would lack pages: what spilling gives then avoids a retraction too."""
+        counters, low = self.residency.counters, self.policy.watermark_low_pages
+        is_low, before = self.residency.device_pages.num_free < low, counters.pages_spilled
         self.policy.tick()
-        if is_low and counters.pages_spilled > before:
+        if is_low and counters.pages_spilled > before and exceeds_device(self.residency, low):
             counters.retractions_avoided += 1
 
     def _report(self) -> None:
@@ -298,6 +330,10 @@ class HiSparseRuntime:
         self._report()
         self._take_completions()
         return self.worker.in_flight or self.residency.has_transfers
+
+    def settle(self) -> None:
+        """Wait for the host copies under way: SGLang asks once whether it is idle, and then acts."""
+        self.residency.on_completed(self.worker.settle())
 
     def self_check(self) -> list[str]:
         """What is wrong with the pools now, in words; empty when nothing is. SGLang asks at idle."""

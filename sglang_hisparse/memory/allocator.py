@@ -119,6 +119,8 @@ class HiSparseAllocator(HiSparseTokenToKVPoolAllocator):
     def check_decode_capacity(self, *, num_tokens: int, tree_cache: Any, requests: Any = None, spec_algorithm: Any = None) -> bool:
         """Make the next decode step's pages available: evict the tree for logical ones, spill for device ones."""
         self.evict_to_free_tokens(tree_cache, num_tokens)
+        if self.runtime.refuses():
+            return False
         return self.available_size() >= num_tokens and self.runtime.make_room(-(-num_tokens // self.page_size))
 
     # -- allocation -------------------------------------------------------------------------------------------------

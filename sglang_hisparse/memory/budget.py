@@ -43,7 +43,7 @@ class HiSparsePrefillBudget(PrefillBudget):
         return not self.closed and super().has_capacity()
 
     def check_prefill(self, *, input_tokens: int, max_new_tokens: int, **kwargs: Any) -> tuple[bool, int | None]:
-        if self.closed or not self._fits_device(input_tokens, max_new_tokens):
+        if self.closed or not self._fits_device(input_tokens, max_new_tokens) or self.allocator.runtime.refuses():
             return False, None
         return super().check_prefill(input_tokens=input_tokens, max_new_tokens=max_new_tokens, **kwargs)
 

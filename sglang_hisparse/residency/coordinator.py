@@ -15,6 +15,7 @@ The spill transaction of one page, with the call that makes each move:
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
@@ -36,6 +37,9 @@ from sglang_hisparse.residency.types import (
 
 # As plain numbers: an enum's attribute costs more than the comparison, and these run per page and step.
 _FREE, _OPEN, _DIRTY, _MIRRORING, _CLEAN, _HOST = (int(state) for state in PageState)
+
+# After n failures in a row, eager mirroring rests for 2^n forwards, at most this many.
+MAX_BACKOFF_STEPS = 64
 
 MirrorSink = Callable[[list[PageTransfer]], Iterable[int]]
 
@@ -66,6 +70,9 @@ class ResidencyCoordinator:
         self._completed_early: dict[int, int] = {}  # id -> logical page, completed and not yet acknowledged as enqueued
         self._in_flight: dict[int, int] = {}  # logical page -> host writes not completed (R7)
         self._dirty: dict[int, None] = {}  # DIRTY pages in the order of sealing
+        self._enqueued_at: deque[tuple[int, int]] = deque()  # (step, newest id enqueued in it), not yet waited for
+        self.failures_in_row = 0  # rounds of copies that failed since one did not
+        self._rest_until = 0  # step before which eager mirroring rests
         self.hot_lease: dict[int, list[int]] = {}  # slot -> device pages
         self._reset_plan()
 
@@ -86,6 +93,7 @@ class ResidencyCoordinator:
         self._completed_early.clear()
         self._in_flight.clear()
         self._dirty.clear()
+        self._enqueued_at.clear()
         self.hot_lease.clear()
         self._reset_plan()
 
@@ -245,6 +253,11 @@ class ResidencyCoordinator:
         return [page for page, _ in zip(self._dirty, range(limit))]
 
     @property
+    def link_rests(self) -> bool:
+        """Whether copies have failed so recently that only pressure should try again."""
+        return self.step < self._rest_until
+
+    @property
     def num_dirty(self) -> int:
         return len(self._dirty)
 
@@ -262,8 +275,16 @@ class ResidencyCoordinator:
                 self.counters.stale_acknowledgements += 1
                 continue
             self.book.enqueued[page] = True
+            self.failures_in_row = 0
+            self._note_enqueued(transfer_id)
             if early is not None:
                 self._publish(page)
+
+    def _note_enqueued(self, transfer_id: int) -> None:
+        marks = self._enqueued_at
+        if marks and marks[-1][0] == self.step:
+            transfer_id = max(transfer_id, marks.pop()[1])
+        marks.append((self.step, transfer_id))
 
     def on_completed(self, transfer_ids: Iterable[int]) -> None:
         """These copies have been observed to be complete: their host pages may be read by the CPU."""
@@ -288,7 +309,9 @@ class ResidencyCoordinator:
             self.book.state[page] = _CLEAN
 
     def on_failed(self, transfer_ids: Iterable[int]) -> None:
-        """These copies never reached the copy stream: their pages are DIRTY again and will be planned anew."""
+        """These copies never reached the copy stream: their pages are DIRTY again and will be planned anew, by pressure at
+        once, by eager mirroring after a rest that grows with each failure."""
+        failed_before = self.counters.copies_failed
         for transfer_id in transfer_ids:
             page = self._transfers.pop(transfer_id, None)
             if page is None:
@@ -302,6 +325,10 @@ class ResidencyCoordinator:
             self.book.forget_transfer(page)
             self.book.state[page] = _DIRTY
             self._dirty[page] = None
+            self.counters.copies_failed += 1
+        if self.counters.copies_failed > failed_before:
+            self.failures_in_row += 1
+            self._rest_until = self.step + min(2**self.failures_in_row, MAX_BACKOFF_STEPS)
 
     def _land(self, page: int) -> None:
         left = self._in_flight[page] - 1
@@ -369,6 +396,9 @@ class ResidencyCoordinator:
 
     def take_plan(self) -> StepPlan:
         """Everything that the next forward must find done on its stream; the plan is empty when nothing changed."""
+        while self._enqueued_at and self._enqueued_at[0][0] <= self.step - self.policy.mirror_lag_steps:
+            # Nothing depends on this copy. Waiting for it is what slows prefill down to a link that is behind.
+            self._wait_transfer_id = max(self._wait_transfer_id, self._enqueued_at.popleft()[1])
         plan = StepPlan(
             step=self.step,
             wait_transfer_id=self._wait_transfer_id,

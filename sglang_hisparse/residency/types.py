@@ -132,6 +132,7 @@ class ResidencyPolicy:
     watermark_high: float = 0.06
     mirror_pages_per_step: int = 512
     promote_pages_per_step: int = 128
+    mirror_lag_steps: int = 32  #: a forward waits for host copies enqueued this many forwards ago, so that they never pile up
 
 
 @dataclass(slots=True)
@@ -147,3 +148,4 @@ class ResidencyCounters:
     stale_acknowledgements: int = 0
     refusals: int = 0
     retractions_avoided: int = 0  #: shortages of running requests that spilling has met; counted by the runtime
+    copies_failed: int = 0

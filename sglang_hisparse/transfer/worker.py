@@ -10,20 +10,24 @@ completed at the next `poll`.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from sglang_hisparse.faults import FaultSeam
 from sglang_hisparse.kernels.page_copy import Direction, copy_pages
 from sglang_hisparse.residency.types import LeaseChange, PageTransfer, StepPlan
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class _Batch:
-    """Copies enqueued together, and the event behind the last of them (the host-write event)."""
+    """Copies enqueued together, and the event behind the last of them (the host-write event); None: they are complete."""
 
     transfer_ids: list[int]
     event: Any
@@ -61,39 +65,107 @@ class TransferWorker:
         self.forward_stream: Any = None
         self.bytes_to_host = 0
         self.bytes_to_device = 0
+        self.failed_launches = 0
+        self.failed_events = 0
+        # Set by the runtime, where failures have an answer: who takes failed copies back, and how to copy the slow way.
+        self.on_failed: Callable[[Iterable[int]], None] | None = None
+        self.copy_now: Callable[[Sequence[PageTransfer]], None] | None = None
+        self.must_succeed = False
+        self.faults: FaultSeam | None = None
 
     # -- copies to the host -----------------------------------------------------------------------------------------
 
     def mirror(self, transfers: Sequence[PageTransfer]) -> list[int]:
-        """Enqueue host copies behind the last launched forward. Returns their ids: all of them are enqueued."""
+        """Enqueue host copies behind the last launched forward. Returns the ids of those that are.
+
+        Copies that failed are given back through `on_failed`; with `must_succeed` they are made at once instead, by
+        `copy_now`, and count as enqueued.
+        """
+        wanted = transfers if self.faults is None else self.faults.surviving(transfers)
+        enqueued = self.launch(wanted) if wanted else []
+        if len(enqueued) == len(transfers):
+            return enqueued
+        done = set(enqueued)
+        failed = [transfer for transfer in transfers if transfer.transfer_id not in done]
+        if self.must_succeed and self.copy_now is not None:
+            self.copy_now(failed)
+            self.note_enqueued([transfer.transfer_id for transfer in failed], None)
+            return [transfer.transfer_id for transfer in transfers]
+        if self.on_failed is not None:
+            self.on_failed([transfer.transfer_id for transfer in failed])
+        return enqueued
+
+    def launch(self, transfers: Sequence[PageTransfer]) -> list[int]:
+        """Put copies on the copy stream. Returns their ids; none, when the launch failed."""
         ids = [transfer.transfer_id for transfer in transfers]
         host = [transfer.logical_page for transfer in transfers]
         device = [transfer.device_page for transfer in transfers]
-        event = None
-        if self._on_gpu:
-            launched = torch.cuda.Event()
-            launched.record(self.forward_stream or torch.cuda.current_stream(self.device))
-            with torch.cuda.stream(self._copy_stream):
-                self._copy_stream.wait_event(launched)
-                self._copy(Direction.TO_HOST, host, device)
-                event = torch.cuda.Event()
-                event.record(self._copy_stream)
-        else:
-            self._copy(Direction.TO_HOST, host, device)
-        self._batches.append(_Batch(ids, event))
-        self.bytes_to_host += len(ids) * self.page_bytes * self.num_layers
+        try:
+            self._enqueue(host, device)
+        except RuntimeError as error:
+            self.failed_launches += 1
+            if self.failed_launches == 1:
+                logger.error("hisparse: a copy to the host could not be enqueued and will be tried again: %s", error)
+            return []
+        self.note_enqueued(ids, self._event_behind() if self._on_gpu else None)
         return ids
+
+    def _enqueue(self, host: list[int], device: list[int]) -> None:
+        if not self._on_gpu:
+            self._copy(Direction.TO_HOST, host, device)
+            return
+        launched = torch.cuda.Event()
+        launched.record(self.forward_stream or torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._copy_stream):
+            self._copy_stream.wait_event(launched)
+            self._copy(Direction.TO_HOST, host, device)
+
+    def note_enqueued(self, transfer_ids: list[int], event: Any) -> None:
+        """Copies that were enqueued together, in the order of their ids; event: behind the last, None when complete."""
+        self._batches.append(_Batch(transfer_ids, event))
+        self.bytes_to_host += len(transfer_ids) * self.page_bytes * self.num_layers
+
+    def _event_behind(self) -> Any:
+        """An event behind everything on the copy stream; where none can be had, the copies are waited for instead."""
+        try:
+            if self.faults is not None:
+                self.faults.on_event()
+            event = torch.cuda.Event()
+            event.record(self._copy_stream)
+        except RuntimeError:
+            self.failed_events += 1
+            self.drain()
+            return None
+        return event
 
     def poll(self) -> list[int]:
         """Ids of copies that have been observed to be complete since the last call."""
         done: list[int] = []
-        while self._batches and (self._batches[0].event is None or self._batches[0].event.query()):
+        while self._batches and self._is_complete(self._batches[0]):
             done += self._batches.popleft().transfer_ids
-        return done
+        return done if self.faults is None else self.faults.observe(done)
+
+    def _is_complete(self, batch: _Batch) -> bool:
+        if batch.event is None:
+            return True
+        try:
+            if self.faults is not None:
+                self.faults.on_event()
+            return batch.event.query()
+        except RuntimeError:
+            self.failed_events += 1
+            self.drain()
+            return True
 
     @property
     def in_flight(self) -> bool:
-        return bool(self._batches)
+        return bool(self._batches) or (self.faults is not None and self.faults.holds_back)
+
+    def settle(self) -> list[int]:
+        """Wait for every copy (no request runs) and return the ids that had not been observed."""
+        self.drain()
+        done = self.poll()
+        return done if self.faults is None else done + self.faults.settle()
 
     def drain(self) -> None:
         """Wait for every copy (flush and shutdown only)."""
@@ -116,8 +188,9 @@ class TransferWorker:
         if plan.is_empty:
             return
         if plan.wait_transfer_id and self._on_gpu:
-            for batch in self._batches:
-                if batch.transfer_ids[-1] >= plan.wait_transfer_id:
+            # Ids ascend: the last batch that begins at or before this id is behind all that must be done.
+            for batch in reversed(self._batches):
+                if batch.event is not None and batch.transfer_ids[0] <= plan.wait_transfer_id:
                     torch.cuda.current_stream(self.device).wait_event(batch.event)
                     break
         if plan.promotions:
@@ -143,6 +216,8 @@ class TransferWorker:
     def forget_all(self) -> None:
         """After a flush: the next forward finds an empty page table and no leases."""
         self._batches.clear()
+        if self.faults is not None:
+            self.faults.settle()
         self._reset = True
 
     # -- helpers ----------------------------------------------------------------------------------------------------

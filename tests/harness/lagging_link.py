@@ -5,7 +5,7 @@ undone until somebody is entitled to see it done: a plan that waits for its tran
 works off a random number of batches, in order, whenever the worker polls. That is the freedom that a copy stream has on a
 GPU, where a copy runs anywhere between its enqueueing and the first wait for its event.
 
-Installed by `engine` on one runtime; it replaces methods of its transfer worker, and the residency coordinator's sink.
+Installed by `engine` on one runtime; it replaces methods of its transfer worker.
 """
 
 from __future__ import annotations
@@ -33,27 +33,23 @@ class LaggingLink:
 
     def __init__(self, runtime: Any, *, seed: int, max_batches: int = 2) -> None:
         from sglang_hisparse.kernels.page_copy import Direction
-        from sglang_hisparse.transfer.worker import _Batch
 
         worker = self._worker = runtime.worker
         self._random = random.Random(seed)
         self._max_batches = max_batches
         self._pending: deque[_LateBatch] = deque()
         self._to_host = Direction.TO_HOST
-        self._batch_type = _Batch
         self._poll, self._apply, self._drain = worker.poll, worker.apply, worker.drain
-        worker.mirror, worker.poll, worker.apply, worker.drain = self.mirror, self.poll, self.apply, self.drain
-        runtime.residency._mirror_sink = self.mirror
+        worker.launch, worker.poll, worker.apply, worker.drain = self.launch, self.poll, self.apply, self.drain
         self.num_waited = 0  # batches that ran only because a forward had to wait for them
         self.num_unasked = 0  # batches that ran because the link got around to them
 
-    def mirror(self, transfers: Sequence[Any]) -> list[int]:
+    def launch(self, transfers: Sequence[Any]) -> list[int]:
         """Enqueue: nothing is copied yet."""
         ids = [transfer.transfer_id for transfer in transfers]
         late = _LateBatch(list(transfers))
         self._pending.append(late)
-        self._worker._batches.append(self._batch_type(ids, late))
-        self._worker.bytes_to_host += len(ids) * self._worker.page_bytes * self._worker.num_layers
+        self._worker.note_enqueued(ids, late)
         return ids
 
     def poll(self) -> list[int]:
