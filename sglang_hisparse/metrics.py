@@ -129,7 +129,8 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "retractions_avoided_total",
         Kind.COUNTER,
-        "Times that running requests lacked device pages, or were about to by the low watermark, and spilling made them.",
+        "Times that the pages of running requests exceeded the device, or were about to by the low watermark, and spilling "
+        "made room: without a host tier a request would have been retracted.",
     ),
     Metric("refusals_total", Kind.COUNTER, "Times that spilling could not make the device pages asked for."),
     # The audit (SGLANG_HISPARSE_AUDIT=1).

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from sglang_hisparse.kernels.hot_state import COUNTER_NAMES, FIRST_COUNTER
-from sglang_hisparse.residency import Owner, PageState, Residency
+from sglang_hisparse.residency import Owner, PageState, Residency, ResidencyCoordinator
 
 if TYPE_CHECKING:
     from sglang_hisparse.residency.types import PageTransfer
@@ -129,6 +129,12 @@ class CopyTimes:
         """Seconds of `stage` since the last call."""
         taken, self._seconds[stage] = self._seconds[stage], []
         return taken
+
+
+def exceeds_device(residency: ResidencyCoordinator, num_pages: int) -> bool:
+    """Whether `num_pages` more could not stay on the device beside the pages of the running requests, even with everything
+    that is only cached evicted: a server without a host tier would retract a request."""
+    return int(np.count_nonzero(residency.book.users)) + num_pages > residency.limits.num_device_pages
 
 
 def shares(rows: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
