@@ -247,7 +247,7 @@ class HiSparseRuntime:
 
     def before_forward(self) -> None:
         """On the forward stream, before every forward of the target model, in every mode (R4)."""
-        self._take_completions()
+        self._note_completed(self.worker.poll())
         self._tick_policy()
         self.worker.apply(self.residency.take_plan())
         launch, self._launch = self._launch, None
@@ -257,10 +257,9 @@ class HiSparseRuntime:
             self.residency.note_launch(slots, seq_lens, ends)
         self._report()
 
-    def _take_completions(self) -> None:
-        completed = self.worker.poll()
-        self.residency.on_completed(completed)
-        self.reporter.note_completed(completed)
+    def _note_completed(self, transfer_ids: list[int]) -> None:
+        self.residency.on_completed(transfer_ids)
+        self.reporter.note_completed(transfer_ids)
 
     def _tick_policy(self) -> None:
         """Below the low watermark the next steps would lack pages: what spilling gives then avoids a retraction too."""
@@ -328,12 +327,12 @@ class HiSparseRuntime:
     def has_ongoing_staging(self) -> bool:
         """Whether a host copy is under way: the scheduler is not idle then (R29)."""
         self._report()
-        self._take_completions()
+        self._note_completed(self.worker.poll())
         return self.worker.in_flight or self.residency.has_transfers
 
     def settle(self) -> None:
         """Wait for the host copies under way: SGLang asks once whether it is idle, and then acts."""
-        self.residency.on_completed(self.worker.settle())
+        self._note_completed(self.worker.settle())
 
     def self_check(self) -> list[str]:
         """What is wrong with the pools now, in words; empty when nothing is. SGLang asks at idle."""
