@@ -116,10 +116,13 @@ class CopyTimes:
         return ids
 
     def note_completed(self, transfer_ids: Iterable[int]) -> None:
-        """These copies have just been seen to be complete; unknown ids are passed over."""
+        """These copies have just been seen to be complete, in the order in which they were planned. Unknown ids are passed
+        over; launches before them whose completion was not told are forgotten."""
         now = self._clock()
-        known = self._planned.keys() & transfer_ids
-        self._seconds["completed"] += [now - self._planned.pop(transfer_id) for transfer_id in sorted(known)]
+        for transfer_id in transfer_ids:
+            if transfer_id in self._planned:
+                self._seconds["completed"].append(now - self._planned[transfer_id])
+                self._planned = {later: planned for later, planned in self._planned.items() if later > transfer_id}
 
     def forget(self) -> None:
         """No copy under way will be acknowledged."""
