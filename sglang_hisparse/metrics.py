@@ -83,6 +83,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("mirrored_pages_total", Kind.COUNTER, "Sealed pages whose copy to the host was planned."),
     Metric("spilled_pages_total", Kind.COUNTER, "Pages whose device page was given up; their KV stays on the host."),
     Metric("promoted_pages_total", Kind.COUNTER, "Host-only pages brought back to the GPU."),
+    Metric("failed_copies_total", Kind.COUNTER, "Pages whose copy to the host failed and was planned anew."),
     Metric("rehomed_pages_total", Kind.COUNTER, "Device pages taken over from a resident duplicate of a host-only page."),
     Metric(
         "mirror_backlog_pages",

@@ -42,6 +42,7 @@ def residency_counts(runtime: HiSparseRuntime) -> dict[str, int]:
         "pages_promoted": counters.pages_promoted,
         "leases_acquired": counters.leases_acquired,
         "retractions_avoided": counters.retractions_avoided,
+        "copies_failed": counters.copies_failed,
         "pages_rehomed": counters.pages_rehomed,
         "refusals": counters.refusals,
         "device_pages_free": residency.device_pages.num_free,
@@ -108,11 +109,12 @@ class CopyTimes:
     def measure(
         self, mirror: Callable[[list[PageTransfer]], Iterable[int]], transfers: list[PageTransfer]
     ) -> Iterable[int]:
-        """What `mirror(transfers)` returns."""
+        """What `mirror(transfers)` returns: the ids of the copies that were enqueued."""
         planned = self._clock()
-        ids = mirror(transfers)
-        self._seconds["enqueued"].append(self._clock() - planned)
-        self._planned[transfers[-1].transfer_id] = planned
+        ids = list(mirror(transfers))
+        if ids:
+            self._seconds["enqueued"].append(self._clock() - planned)
+            self._planned[ids[-1]] = planned
         return ids
 
     def note_completed(self, transfer_ids: Iterable[int]) -> None:
@@ -165,6 +167,7 @@ def gather(runtime: HiSparseRuntime, fetched: FetchedBytes) -> Sample:
         "mirrored_pages_total": {"": counts["pages_mirrored"]},
         "spilled_pages_total": {"": counts["pages_spilled"]},
         "promoted_pages_total": {"": counts["pages_promoted"]},
+        "failed_copies_total": {"": counts["copies_failed"]},
         "rehomed_pages_total": {"": counts["pages_rehomed"]},
         "hot_leases_acquired_total": {"": counts["leases_acquired"]},
         "retractions_avoided_total": {"": counts["retractions_avoided"]},
