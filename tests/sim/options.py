@@ -71,6 +71,7 @@ class Options:
                 watermark_high=min(0.9, low + rng.choice((0.0, 0.1, 0.2))),
                 mirror_pages_per_step=rng.choice((1, 2, 8)),
                 promote_pages_per_step=rng.choice((0, 1, 3)),
+                mirror_lag_steps=rng.choice((1, 4, 32)),
             ),
             num_ranks=rng.choice((1, 1, 1, 1, 2, 3)),
             num_steps=rng.randint(6, 14),
