@@ -29,6 +29,7 @@ from sglang_hisparse.memory.pool import HiSparsePool
 
 V32 = {"num_hidden_layers": 61}
 GLM = {"num_hidden_layers": 78, "index_topk_freq": 4, "index_skip_topk_offset": 3}
+CONTEXT = 131_072
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 
 
@@ -49,7 +50,7 @@ def make_configurator(model: dict[str, Any], dtype: torch.dtype, *, draft: bool 
         hf_text_config=text,
         kv_lora_rank=512,
         qk_rope_head_dim=64,
-        context_len=131_072,
+        context_len=CONTEXT,
         linear_attn_registry_result=None,
     )
     config.layer_info = SimpleNamespace(start_layer=0, end_layer=layers, num_effective_layers=layers)
@@ -173,7 +174,8 @@ def test_sglang_arrives_at_the_plan(
         assert settings.ratio() == plan.ratio <= (ratio or 100)
     assert plan.device_bytes <= hooked.free and plan.host_bytes <= hooked.host
     assert config.max_running_requests == 64 and plan.hot.num_slots == 65
-    assert plan.hot_state_bytes == plan.shape.num_leaders * hot_state_bytes(65, 4096) + 65 * 2048 * 4
+    shared = 65 * (2048 + CONTEXT // 64 + 1) * 4  # the resolver's output and its translated page table
+    assert plan.hot_state_bytes == plan.shape.num_leaders * hot_state_bytes(65, 4096) + shared
 
 
 def test_users_cap_on_tokens(hooked: SimpleNamespace, caplog: pytest.LogCaptureFixture) -> None:
@@ -235,7 +237,7 @@ def test_the_pool_takes_what_the_plan_says(hooked: SimpleNamespace) -> None:
     assert plan.device_bytes <= hooked.free
     built = sizing.plan_as_built(pool.size, num_slots=9)
     assert (
-        built.hot_state_bytes == 4 * hot_state_bytes(9, 128) + 9 * 64 * 4
+        built.hot_state_bytes == 4 * hot_state_bytes(9, 128) + 9 * (64 + CONTEXT // 64 + 1) * 4
         and built.device_kv_bytes == plan.device_kv_bytes
     )
 
