@@ -24,6 +24,7 @@ from sglang_hisparse.memory.allocator import HiSparseAllocator
 from sglang_hisparse.memory.host_tier import HostTier
 from sglang_hisparse.memory.pool import HiSparsePool
 from sglang_hisparse.metrics import Reporter
+from sglang_hisparse.recording.recorder import recorder_of
 from sglang_hisparse.residency import ResidencyCoordinator, ResidencyLimits, SpillPolicy
 from sglang_hisparse.residency.invariants import check
 from sglang_hisparse.stats import StatsWriter, exceeds_device, residency_counts, resolver_counts
@@ -122,6 +123,7 @@ class HiSparseRuntime:
         self.num_real_reqs = self.hot.num_real_rows
         self.audit, self.fault = RowAudit.from_env(self), RowFault.from_env(self)
         self.stats = StatsWriter.from_env(self)
+        self.recorder = recorder_of(self)
         self._model_runner: Any = None
         self._scheduler: Any = None
         self.tree_cache: Any = None
@@ -206,6 +208,7 @@ class HiSparseRuntime:
 
     def end_decode(self, batch: Any) -> None:
         self._launch = (self.decode_slots, (batch.seq_lens_cpu + 1).tolist(), [True] * len(self.decode_slots))
+        self.recorder.before_decode(*self._launch[:2])
 
     def make_room(self, num_pages: int) -> bool:
         """Spill until `num_pages` device pages are free."""
@@ -270,6 +273,7 @@ class HiSparseRuntime:
             counters.retractions_avoided += 1
 
     def _report(self) -> None:
+        self.recorder.before_forward()
         self.stats.tick()
         self.reporter.tick()
 
@@ -286,6 +290,7 @@ class HiSparseRuntime:
         layer = layer_id - self.pool.start_layer
         num_rows = top_k_result.shape[0]
         if self.groups.is_leader(layer):
+            self.recorder.note(self.groups.group_of[layer], top_k_result)
             page_rows = self._model_runner.attn_backend.forward_metadata.real_page_table
             if page_rows.shape[0] < num_rows:
                 raise InvariantError(f"page table of {page_rows.shape[0]} rows for {num_rows} rows of top-k")
@@ -319,6 +324,7 @@ class HiSparseRuntime:
 
     def release_slots(self, slots: list[int]) -> None:
         """The one release: every path of SGLang ends in ReqToTokenPool.free_rows. Idempotent."""
+        self.recorder.release(slots)
         for slot in slots:
             self.residency.release(slot)
 
@@ -357,6 +363,7 @@ class HiSparseRuntime:
     def destroy(self) -> None:
         self.worker.drain()
         self.worker.synchronize()
+        self.recorder.close()
         self.stats.close()
         self.mem_pool_host.destroy()
 
