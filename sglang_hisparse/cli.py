@@ -14,6 +14,7 @@ from rich.table import Table
 
 from sglang_hisparse import __version__
 from sglang_hisparse.config import HiSparseConfig, ModelFacts, describe, parse_config, reference_markdown
+from sglang_hisparse.doctor.command import check
 from sglang_hisparse.errors import ConfigError, HiSparseError
 from sglang_hisparse.planning.command import plan
 from sglang_hisparse.replay.command import replay
@@ -149,6 +150,7 @@ def build(
 
 app.command()(replay)
 app.command()(plan)
+app.command()(check)
 
 
 if __name__ == "__main__":

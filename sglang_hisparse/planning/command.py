@@ -32,7 +32,7 @@ def plan(
     context: Annotated[int, typer.Option(min=1, help="Prompt tokens of a request.")] = _L.prompt_tokens,
     output: Annotated[int, typer.Option(min=1, help="Output tokens of a request.")] = _L.output_tokens,
     requests: Annotated[int | None, typer.Option(min=1, help="Requests wanted at once. Default: as many as fit.")] = None,
-    max_running_requests: Annotated[int | None, typer.Option(min=1, help="The server's flag. Default: SGLang's rule.")] = None,
+    max_running_requests: Annotated[int | None, typer.Option(min=1, help="The server's flag. Default: chosen for the load.")] = None,
     mem_fraction: Annotated[float, typer.Option(min=0.1, max=0.99, help="--mem-fraction-static.")] = _D.mem_fraction,
     weights_gib: Annotated[float | None, typer.Option(min=0, help="Weights of one rank as a server logged them. Default: an estimate.")] = None,
     overhead_gib: Annotated[float, typer.Option(min=0, help="CUDA context and communicators on each GPU.")] = 1.5,

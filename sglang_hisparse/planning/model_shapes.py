@@ -90,7 +90,9 @@ BUILT_IN: dict[str, BuiltIn] = {
     "DeepSeek-V3.2": BuiltIn(_V32),
     "GLM-5.1": BuiltIn(_GLM),
     "GLM-5.2": BuiltIn(_GLM_SHARED),
-    "GLM-5.3": BuiltIn(_GLM_SHARED, "taken to have the shape of GLM-5.2; use --config-json with the model's own config"),
+    "GLM-5.3": BuiltIn(
+        _GLM_SHARED, "taken to have the shape of GLM-5.2; use --config-json with the model's own config"
+    ),
 }
 
 
@@ -177,9 +179,7 @@ def shape_from_file(path: Path) -> ModelShape:
     return shape_from_config(text, name=name, weight_type=WeightType.FP8 if quantised == "fp8" else WeightType.BF16)
 
 
-def shape_from_config(
-    config: Mapping[str, Any], *, name: str, weight_type: WeightType, note: str = ""
-) -> ModelShape:
+def shape_from_config(config: Mapping[str, Any], *, name: str, weight_type: WeightType, note: str = "") -> ModelShape:
     """The model of a Hugging Face text config. Raises ConfigError where it is none that HiSparse serves."""
     facts = ModelFacts.from_text_config(config, page_size=DEFAULT_PAGE_SIZE)
     if int(config.get("index_kpool") or 1) > 1 or "linear_attention" in (config.get("layer_types") or ()):

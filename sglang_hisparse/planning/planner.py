@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from sglang_hisparse.capacity import (
+    MOST_SLOTS,
     decide_plan,
     decoding_pages,
     host_share_bytes,
@@ -34,6 +35,7 @@ HOST_SHARE = 0.95
 """A ratio is chosen for this share of the host memory named: a server refuses to start where a little less is free."""
 
 RATIO_STEP = 0.05
+SLOT_STEP = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ class Deployment:
     gpus: all of them; tp: ranks of one server, dp of which have an attention (and a cache) of their own, so that tp/dp
     ranks hold the same cache. gpus/tp servers run side by side. host_bytes: free memory of one machine with
     gpus_per_host GPUs. overhead_bytes: CUDA context and communicators, an estimate. weight_bytes: of one rank, as
-    measured, None: estimate them.
+    measured, None: estimate them. max_running_requests: the server's flag, None: choose it.
     """
 
     gpus: int = 8
@@ -297,14 +299,38 @@ def choose_ratio(model: ModelShape, deployment: Deployment, load: Load, choices:
     return best
 
 
+def choose_running(
+    model: ModelShape, deployment: Deployment, load: Load, choices: Choices, cache_bytes: int
+) -> Deployment:
+    """`deployment` with a limit on running requests that is no narrower than memory: every slot costs hot state."""
+
+    def limited(slots: int) -> tuple[Deployment, int]:
+        limit = replace(deployment, max_running_requests=slots * deployment.dp)
+        chosen = choices.ratio or choose_ratio(model, limit, load, choices, cache_bytes)
+        memory = memory_plan(model, limit, choices, cache_bytes, chosen)
+        return limit, max(fit.per_cache for fit in fits(memory, load, deployment.caches)[:3])
+
+    most = MOST_SLOTS if load.wanted is None else math.ceil(load.wanted / deployment.caches)
+    slots = SLOT_STEP
+    limit, count = limited(slots)
+    while count >= slots and slots < most:
+        slots *= 2
+        limit, count = limited(slots)
+    tight = min(-(-max(count, 1) // SLOT_STEP) * SLOT_STEP, slots)
+    return limited(tight)[0] if tight < slots else limit
+
+
 def make_plan(model: ModelShape, deployment: Deployment, load: Load, choices: Choices) -> Planned:
-    """Plan one deployment. Raises ConfigError with the figure that would fit."""
+    """Plan one deployment, choosing what is left open. Raises ConfigError with the figure that would fit."""
     device = device_bytes(model, deployment)
+    if deployment.max_running_requests is None:
+        deployment = choose_running(model, deployment, load, choices, device.cache)
     if choices.ratio is None:
         choices = replace(choices, ratio=choose_ratio(model, deployment, load, choices, device.cache))
     memory = memory_plan(model, deployment, choices, device.cache, choices.ratio)
     plain, *hisparse = fits(memory, load, deployment.caches)
-    counts = sorted({1, *(fit.per_cache for fit in hisparse[:2] if fit.per_cache)})
+    mixed = hisparse[1].per_cache
+    counts = sorted({1, min(plain.per_cache + 1, mixed), mixed} - {0})
     return Planned(
         model=model,
         deployment=deployment,
@@ -320,8 +346,6 @@ def make_plan(model: ModelShape, deployment: Deployment, load: Load, choices: Ch
         ),
         shortest_gain_tokens=least_device_tokens(memory.shape, memory.hot) + 1,
         link=tuple(
-            link_time(model, choices, rate, count, plain.per_cache)
-            for rate in choices.miss_rates
-            for count in counts
+            link_time(model, choices, rate, count, plain.per_cache) for rate in choices.miss_rates for count in counts
         ),
     )

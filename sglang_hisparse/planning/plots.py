@@ -26,11 +26,14 @@ class Curve:
 
 def curves(planned: Planned) -> tuple[Curve, ...]:
     """One curve for plain and each residency mode, from 2,048 tokens to the longest prompt, evenly on a log scale."""
-    last = max(planned.longest_request_tokens - planned.load.output_tokens, planned.load.prompt_tokens, 2 * _SHORTEST_TOKENS)
+    last = max(
+        planned.longest_request_tokens - planned.load.output_tokens, planned.load.prompt_tokens, 2 * _SHORTEST_TOKENS
+    )
     factor = (last / _SHORTEST_TOKENS) ** (1 / (_POINTS - 1))
     prompts = [int(_SHORTEST_TOKENS * factor**point) for point in range(_POINTS)]
     rows = [
-        fits(planned.memory, replace(planned.load, prompt_tokens=prompt), planned.deployment.caches) for prompt in prompts
+        fits(planned.memory, replace(planned.load, prompt_tokens=prompt), planned.deployment.caches)
+        for prompt in prompts
     ]
     return tuple(
         Curve(mode[0].mode, tuple(prompts), tuple(fit.total for fit in mode)) for mode in zip(*rows, strict=True)
@@ -47,7 +50,9 @@ def write_plot(planned: Planned, path: Path) -> None:
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for curve in curves(planned):
-        axes.plot(curve.prompt_tokens, [value or None for value in curve.requests], _STYLES[curve.mode], label=curve.mode)
+        axes.plot(
+            curve.prompt_tokens, [value or None for value in curve.requests], _STYLES[curve.mode], label=curve.mode
+        )
     axes.axvline(planned.load.prompt_tokens, color="grey", linewidth=0.8)
     axes.set(
         xscale="log",

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sglang_hisparse import __version__
-from sglang_hisparse.config import GIB
+from sglang_hisparse.config import GIB, MIB
 from sglang_hisparse.layout import plan_table
 from sglang_hisparse.planning.planner import Planned
 
@@ -42,8 +42,7 @@ def flags_of(planned: Planned) -> str:
     if deployment.dp > 1:
         flags.append(f"--dp-size {deployment.dp} --enable-dp-attention")
     flags.append(f"--mem-fraction-static {deployment.mem_fraction:g}")
-    if deployment.max_running_requests is not None:
-        flags.append(f"--max-running-requests {deployment.max_running_requests}")
+    flags.append(f"--max-running-requests {deployment.max_running_requests}")
     flags.append(f"--kv-cache-dtype {'bfloat16' if planned.choices.cache_type.value == 'bf16' else 'fp8_e4m3'}")
     return f"{' '.join(flags)} --enable-hisparse --hisparse-config '{json.dumps(settings_of(planned))}'"
 
@@ -68,6 +67,10 @@ def reasons_of(planned: Planned) -> dict[str, str]:
         f"{wanted}; index-K of all of them stays on the GPU, which leaves {share:.0%} of plain SGLang's tokens there, and "
         f"{memory.host_bytes / GIB:.1f} of {planned.host_bytes_per_rank / GIB:.1f} GiB are pinned per GPU"
     )
+    reasons["--max-running-requests"] = (
+        f"{hot.num_slots - 1} per cache; each slot takes {memory.hot_state_bytes / hot.num_slots / MIB:.2f} MiB of hot state on "
+        "the GPU, and SGLang's own choice is 2,048 or more"
+    )
     if planned.choices.host_pool_gib is not None:
         reasons["host_pool_gib"] = "as given; shrinks the ratio where it would pin more"
     return reasons
@@ -76,13 +79,15 @@ def reasons_of(planned: Planned) -> dict[str, str]:
 def notes_of(planned: Planned) -> Iterator[str]:
     """When it pays, and what a reader may miss in the tables."""
     plain, full, mixed = planned.plain, planned.full, planned.mixed
-    yield (
-        f"break-even: up to {full.total} requests run from the GPU alone with either; from {full.total + 1} to {plain.total} "
-        f"plain SGLang is ahead, since index-K of {planned.memory.ratio:.4g} tokens per GPU token takes its room; above "
-        f"{plain.total} HiSparse runs up to {mixed.total}"
-        if full.total < plain.total < mixed.total
-        else f"break-even: plain SGLang runs {plain.total} requests, HiSparse {mixed.total}, {full.total} of them from the GPU alone"
-    )
+    if mixed.total <= plain.total:
+        yield f"HiSparse brings nothing here: plain SGLang runs {plain.total} requests, HiSparse {mixed.total}"
+    else:
+        share = f"index-K of {planned.memory.ratio:.4g} tokens per GPU token takes its room"
+        between = f"; up to {plain.total} plain SGLang is ahead, since {share}" if full.total < plain.total else ""
+        yield (
+            f"break-even: up to {full.total} requests run from the GPU alone with either{between}; above {plain.total} "
+            f"HiSparse runs up to {mixed.total}"
+        )
     yield (
         f"requests shorter than {planned.shortest_gain_tokens} tokens give nothing back by leaving the GPU; the longest that "
         f"is accepted has {planned.longest_request_tokens} tokens"
@@ -92,12 +97,6 @@ def notes_of(planned: Planned) -> Iterator[str]:
         f"host memory: {shape.kv_token_bytes} bytes per token, on each GPU's rank; as much goes to the host for every token "
         "once, when its page is full"
     )
-    hot = planned.memory.hot
-    spare = hot.num_slots - 1 - mixed.per_cache
-    if planned.deployment.max_running_requests is None and mixed.per_cache and spare > mixed.per_cache:
-        saved = planned.memory.hot_state_bytes * spare / hot.num_slots
-        limit = mixed.per_cache * planned.deployment.dp
-        yield f"--max-running-requests {limit} would free {saved / GIB:.2f} GiB of hot state per GPU ({hot.num_slots} slots now)"
     if planned.deployment.dp == 1 < planned.deployment.tp:
         yield (
             f"--dp 1: all {planned.deployment.tp} GPUs of a server hold the same cache; with attention data parallelism "
@@ -109,12 +108,15 @@ def notes_of(planned: Planned) -> Iterator[str]:
 
 def show(planned: Planned, console: Console) -> None:
     """Print everything."""
-    console.print(_device_table(planned), plan_table(planned.memory), _fit_table(planned), _link_table(planned), sep="\n")
+    console.print(
+        _device_table(planned), plan_table(planned.memory), _fit_table(planned), _link_table(planned), sep="\n"
+    )
     for note in notes_of(planned):
         console.print(f"- {note}", highlight=False)
     console.print("\n[bold]settings[/]")
+    values = {**settings_of(planned), "--max-running-requests": planned.deployment.max_running_requests}
     for key, reason in reasons_of(planned).items():
-        console.print(f"- {key} {settings_of(planned)[key]}: {reason}", highlight=False)
+        console.print(f"- {key} {values[key]}: {reason}", highlight=False)
     console.print("\n[bold]server arguments[/]")
     # One line as it is, so that it can be copied.
     console.print(flags_of(planned), markup=False, highlight=False, soft_wrap=True)
@@ -122,7 +124,9 @@ def show(planned: Planned, console: Console) -> None:
 
 def _device_table(planned: Planned) -> Table:
     device, deployment, model = planned.device, planned.deployment, planned.model
-    size = "" if model.parameters is None else f", {model.parameters.total / 1e9:.0f} B parameters counted from its config"
+    size = (
+        "" if model.parameters is None else f", {model.parameters.total / 1e9:.0f} B parameters counted from its config"
+    )
     table = Table(
         title=f"{model.name}{size}: {deployment.gpus} GPUs, tp {deployment.tp}, dp {deployment.dp}, "
         f"{deployment.host_bytes / GIB:.0f} GiB of host memory a machine"
@@ -145,7 +149,9 @@ def _device_table(planned: Planned) -> Table:
 
 def _fit_table(planned: Planned) -> Table:
     load = planned.load
-    table = Table(title=f"requests at once, {load.prompt_tokens} tokens in, {load.output_tokens} out, each at its full length")
+    table = Table(
+        title=f"requests at once, {load.prompt_tokens} tokens in, {load.output_tokens} out, each at its full length"
+    )
     for name, justify in (("", "left"), ("per cache", "right"), ("in all", "right"), ("bound by", "left")):
         table.add_column(name, justify=justify)
     meaning = {
@@ -160,8 +166,17 @@ def _fit_table(planned: Planned) -> Table:
 
 
 def _link_table(planned: Planned) -> Table:
-    table = Table(title="rows from the host in one decode step, per GPU; all selected rows counted as off the resident pages")
-    names = ("missed", "requests", "MB", "ms, nothing overlaps (as now)", "ms, followers hidden (bound)", "ahead of plain from ms a step")
+    table = Table(
+        title="rows from the host in one decode step, per GPU; all selected rows counted as off the resident pages"
+    )
+    names = (
+        "missed",
+        "requests",
+        "MB",
+        "ms, nothing overlaps (as now)",
+        "ms, followers hidden (bound)",
+        "ahead of plain from ms a step",
+    )
     for name in names:
         table.add_column(name, justify="right")
     for time in planned.link:

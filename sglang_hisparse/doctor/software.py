@@ -1,0 +1,121 @@
+"""Checks of what is installed: Python, SGLang, the plugin's entry point and hooks, compilers and built kernels.
+
+Called by the command `check`. Imports SGLang in a process of its own only: its import is slow, and may fail.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
+
+from sglang_hisparse.doctor.findings import Finding, error, ok, warning
+from sglang_hisparse.errors import KernelBuildError
+from sglang_hisparse.plugin import TESTED_SGLANG
+
+LEAST_PYTHON = (3, 11)
+GROUP, NAME, TARGET = "sglang.srt.plugins", "hisparse", "sglang_hisparse.plugin:register"
+HOOKS_TIMEOUT_SECONDS = 300
+
+_PROBE = """
+from sglang_hisparse.plugin import _why_not
+reason = _why_not()
+if reason is None:
+    from sglang_hisparse.hooks import HOOKS
+print("RESULT", reason or f"all {len(HOOKS)} places are there")
+raise SystemExit(reason is not None)
+"""
+
+
+def check_python(version_info: tuple[int, ...] = tuple(sys.version_info[:3])) -> Finding:
+    """Whether this interpreter is new enough."""
+    shown = ".".join(map(str, version_info))
+    if version_info[:2] < LEAST_PYTHON:
+        return error("Python", shown, "install Python 3.11 or later and this package in an environment of it")
+    return ok("Python", shown)
+
+
+def check_sglang(installed: str | None = None) -> Finding:
+    """Whether SGLang is the version that the hooks are made for."""
+    try:
+        installed = installed or version("sglang")
+    except PackageNotFoundError:
+        return error("SGLang", "not installed", f"pip install sglang=={TESTED_SGLANG}")
+    if installed != TESTED_SGLANG:
+        return error("SGLang", f"{installed}; made for {TESTED_SGLANG}", f"pip install sglang=={TESTED_SGLANG}")
+    return ok("SGLang", installed)
+
+
+def check_entry_point(points: tuple[EntryPoint, ...] | None = None) -> Finding:
+    """Whether SGLang will find the plugin, and only one of its name."""
+    found = tuple(entry_points(group=GROUP)) if points is None else points
+    ours = [point for point in found if point.name == NAME]
+    if not ours:
+        return error(
+            "plugin", f"no entry point {NAME!r} in group {GROUP}", "pip install this package into SGLang's environment"
+        )
+    strange = sorted({point.value for point in ours} - {TARGET})
+    if strange:
+        return error("plugin", f"another package calls itself {NAME!r}: {', '.join(strange)}", "uninstall that package")
+    others = sorted({point.name for point in found} - {NAME})
+    return ok("plugin", f"entry point {NAME}" + (f"; beside it: {', '.join(others)}" if others else ""))
+
+
+def check_plugin_list(environ: Mapping[str, str] = os.environ) -> Finding:
+    """Whether SGLANG_PLUGINS leaves the plugin in."""
+    value = environ.get("SGLANG_PLUGINS", "")
+    names = [name.strip() for name in value.split(",") if name.strip()]
+    if value and NAME not in names:
+        return error(
+            "SGLANG_PLUGINS", f"{value!r} leaves {NAME} out", f"unset it, or set it to {','.join([*names, NAME])}"
+        )
+    return ok("SGLANG_PLUGINS", f"names {NAME}" if value else "not set: all plugins are loaded")
+
+
+def check_hooks(fast: bool) -> Finding:
+    """Whether every place that the plugin hooks exists; imports SGLang in another process."""
+    if fast:
+        return warning("hooks", "skipped (--fast)", "leave --fast out once after installing")
+    try:
+        probe = subprocess.run(
+            [sys.executable, "-c", _PROBE], check=False, capture_output=True, text=True, timeout=HOOKS_TIMEOUT_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return error(
+            "hooks", f"SGLang was not imported within {HOOKS_TIMEOUT_SECONDS} s", 'try: python -c "import sglang"'
+        )
+    found = [line.removeprefix("RESULT ") for line in probe.stdout.splitlines() if line.startswith("RESULT ")]
+    if probe.returncode == 0 and found:
+        return ok("hooks", found[-1])
+    last = probe.stderr.strip().splitlines()[-1:] or ["no output"]
+    return error("hooks", (found or last)[-1], f"install SGLang {TESTED_SGLANG} unchanged")
+
+
+def check_cxx(environ: Mapping[str, str] = os.environ) -> Finding:
+    """Whether there is a C++ compiler: the CPU library and nvcc need one."""
+    name = environ.get("CXX", "c++")
+    path = shutil.which(name, path=environ.get("PATH"))
+    if path is None:
+        return error("C++ compiler", f"{name} not found", "install one (for example the package g++) or set CXX")
+    return ok("C++ compiler", path)
+
+
+def check_cuda_kernels(architecture: str | None) -> tuple[Finding, ...]:
+    """Whether the CUDA kernels can be built, and whether they are already. architecture None: no GPU tells it."""
+    from sglang_hisparse.kernels.build import cache_folder, cuda_home
+
+    built = sorted(folder.parent.name for folder in cache_folder().glob("hisparse_cuda_*/complete"))
+    try:
+        compiler = ok("CUDA toolkit", f"nvcc in {cuda_home()}")
+    except KernelBuildError as problem:
+        # Where there is no GPU nothing is compiled for one, so that nothing is wrong yet.
+        line = warning if architecture is None else error
+        compiler = line("CUDA toolkit", "nvcc not found", str(problem).partition(": ")[2])
+    where = f"{len(built)} in {cache_folder()}" if built else f"none in {cache_folder()}"
+    if built:
+        return compiler, ok("compiled kernels", f"{where}; one for other sources or flags is not used")
+    command = "sglang-hisparse build" + ("" if architecture else " --arch 9.0a")
+    return compiler, warning("compiled kernels", where, f"the first start compiles them; `{command}` does it now")
