@@ -8,7 +8,7 @@ alone. What is bypassed, and nothing else:
 3. `build_attention_backends` returns the fake backend: no attention kernels.
 4. The scheduler's zmq channels are lists; requests enter where `recv_requests` would return them.
 5. No watchdog threads and no load snapshots in shared memory (a stopped test is not a hung server).
-6. With HiSparse: this package's own demand for an NVIDIA GPU is not made, and its settings are forgotten between engines.
+6. With HiSparse: this package does not demand an NVIDIA GPU, and forgets its settings between engines.
 
 Scheduler, TpModelWorker, ModelRunner (its `_forward_raw` and eager runner too), KVCacheConfigurator, pools, allocator,
 radix tree, sampler, result processing and the invariant checks are SGLang's own.

@@ -1,6 +1,6 @@
 """What must be true of an engine's pools, asked from outside.
 
-Called by tests between steps. Everything is read, nothing is changed; a violation raises AssertionError with the figures.
+Called by tests between steps. They read and change nothing; a violation raises AssertionError with figures.
 """
 
 from __future__ import annotations

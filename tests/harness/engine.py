@@ -210,7 +210,7 @@ class Engine:
             self._collect_outputs()
 
     def run_until_idle(self, max_steps: int = 5000) -> None:
-        """Step until nothing is left, then once more, so that SGLang's idle checks (leaks, tree) run. Raises StuckError."""
+        """Step until nothing is left, then once more: SGLang's idle checks (leaks, tree) run. Raises StuckError."""
         for _ in range(max_steps):
             if self.idle and self.scheduler.last_batch is None:
                 self.step()
@@ -286,7 +286,7 @@ class Engine:
                 raise WrongRowError(f"{name} changed after a launch and before the next one")
 
     def _follow_refusals(self, batch: Any) -> None:
-        """SGLang runs a request that it refuses once more, with one token 0 in place of its prompt; so does the judge."""
+        """SGLang runs a refused request once, with one token 0 in place of its prompt; the judge follows."""
         from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
         for req in batch.reqs:

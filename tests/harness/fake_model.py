@@ -64,7 +64,7 @@ class ReadRecord:
 
     rid: str
     layer_idx: int
-    device_rows: torch.Tensor
+    device_rows: np.ndarray
     expected: np.ndarray
 
 
@@ -233,27 +233,28 @@ class FakeDsaModel(torch.nn.Module):
     # ------------------------------------------------------------------ judgement
 
     def _judge(self, span: Span, layer_idx: int, positions: torch.Tensor, device_rows: torch.Tensor) -> None:
-        padding = positions < 0
-        if not bool((device_rows[padding] == -1).all()):
+        selected, given = positions.numpy(), device_rows.numpy()
+        valid = selected >= 0
+        if (given[~valid] != -1).any():
             raise WrongRowError(f"{span.rid}: layer {layer_idx}: a padding entry got a row number")
-        valid, rows = positions[~padding], device_rows[~padding].long()
-        buffer = self.runner.token_to_kv_pool.kv_buffer[layer_idx]
-        outside = (rows < 0) | (rows >= buffer.shape[0])
-        if bool(outside.any()):
-            first = int(valid[outside][0])
+        chosen, rows = selected[valid], given[valid].astype(np.int64)
+        words = self._device_words(layer_idx)
+        outside = (rows < 0) | (rows >= len(words))
+        if outside.any():
+            first = int(chosen[outside][0])
             raise WrongRowError(
                 f"{span.rid}: layer {layer_idx}: position {first} of {span.end} (logical id "
                 f"{int(span.logical[first])}) got row {int(rows[outside][0])}; {int(outside.sum())} such entries"
             )
-        expected = row_words(span.history.hashes(valid.numpy()), layer_idx, buffer[0].nbytes)
+        expected = row_words(span.history.hashes(chosen), layer_idx, words.shape[1] * 8)
         record = ReadRecord(span.rid, layer_idx, rows, expected)
-        self._compare(record, late=False, span=span, positions=valid)
+        self._compare(record, late=False, span=span, positions=chosen)
         self._launched_reads.append(record)
 
     def _compare(
-        self, record: ReadRecord, *, late: bool, span: Span | None = None, positions: torch.Tensor | None = None
+        self, record: ReadRecord, *, late: bool, span: Span | None = None, positions: np.ndarray | None = None
     ) -> None:
-        found = self._device_words(record.layer_idx)[record.device_rows.numpy()]
+        found = self._device_words(record.layer_idx)[record.device_rows]
         if np.array_equal(found, record.expected):
             return
         wrong = (found != record.expected).any(axis=1)

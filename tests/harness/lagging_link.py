@@ -1,9 +1,9 @@
 """A copy stream that lags: host copies run late, as late as the protocol allows.
 
 On a CPU pool the transfer worker copies at once, which hides every missing wait. Here a copy enqueued by `mirror` stays
-undone until somebody is entitled to see it done: a plan that waits for its transfer, a `drain`, or the link itself, which
-works off a random number of batches, in order, whenever the worker polls. That is the freedom that a copy stream has on a
-GPU, where a copy runs anywhere between its enqueueing and the first wait for its event.
+undone until somebody is entitled to see it done: a plan that waits for its transfer, a `drain`, or the link itself,
+which works off a random number of batches, in order, whenever the worker polls. That is the freedom that a copy stream
+has on a GPU, where a copy runs anywhere between its enqueueing and the first wait for its event.
 
 Installed by `engine` on one runtime; it replaces methods of its transfer worker.
 """

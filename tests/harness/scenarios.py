@@ -11,7 +11,9 @@ from .checks import assert_residency_sound
 from .engine import Engine, Handle
 
 
-def random_life(engine: Engine, *, seed: int, num_events: int, max_prompt: int = 1000, max_new: int = 90) -> list[Handle]:
+def random_life(
+    engine: Engine, *, seed: int, num_events: int, max_prompt: int = 1000, max_new: int = 90
+) -> list[Handle]:
     """Submit, abort, retract, pause and flush at random, look at the pools after each event, then run to the end."""
     rng = np.random.default_rng(seed)
     half = max_prompt // 2

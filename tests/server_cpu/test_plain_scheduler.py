@@ -32,7 +32,7 @@ def assert_outputs(handles: list[Handle]) -> None:
 @pytest.mark.parametrize("overlap", [False, True], ids=["plain-loop", "overlap-loop"])
 @pytest.mark.parametrize("radix", [True, False], ids=["radix", "no-radix"])
 def test_outputs_equal_reference(radix: bool, overlap: bool) -> None:
-    """Goal: eight requests with a shared prefix end right. Method: chunked prefill, decode, compare with the reference."""
+    """Goal: requests with a shared prefix end right. Method: chunked prefill, decode, compare with reference."""
     with make_scheduler(radix=radix, overlap=overlap, index_topk_freq=2) as engine:
         assert engine.scheduler.enable_overlap == overlap
         handles = submit_shared(engine, 8)

@@ -1,0 +1,110 @@
+"""Goal: no fault of link, worker, pool or client ends the scheduler, changes a token or leaks a page.
+
+Method: SGLang's scheduler with HiSparse on the CPU, under pressure, with seeded faults planted through the one seam.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("sglang")
+
+from harness.checks import assert_outputs, assert_prefix_of_reference  # noqa: E402
+from harness.hisparse import engine_for, finish, plant, submit  # noqa: E402
+from harness.scenarios import random_life  # noqa: E402
+
+LOOPS = pytest.mark.parametrize("overlap", [False, True], ids=["plain-loop", "overlap-loop"])
+PROMPTS = [500, 620, 560, 700, 530, 610]
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("copy_fail:0.3", "copy_fail"),
+        ("copy_fail:@1+", "copy_fail"),
+        ("copy_delay:6,copy_reorder:0.7", "copy_delay"),
+        ("copy_reorder:1,copy_delay:2", "copy_reorder"),
+        ("event_fail:0.3", "event_fail"),
+        ("worker_dies:@1", "worker_dies"),
+        ("worker_dies:@9", "worker_dies"),
+        ("copy_fail:0.2,event_fail:0.2,copy_delay:3,copy_reorder:0.5,seed:3", "copy_fail"),
+    ],
+)
+@pytest.mark.parametrize("mode", ["hybrid", "always_host"])
+def test_a_bad_link_changes_no_token(text: str, kind: str, mode: str) -> None:
+    """Goal: rows are right whatever happens to copies and events. Method: six requests where three fit, faulty link."""
+    with engine_for(mode=mode) as engine:
+        seam = plant(engine, text)
+        handles = submit(engine, PROMPTS, 60)
+        engine.run_until_idle()
+        assert_outputs(handles)
+        assert seam.fired[kind] > 0
+        assert not any(handle.retractions for handle in handles), "a failed copy retracted a request"
+        finish(engine)
+
+
+@LOOPS
+def test_eager_mirroring_rests_after_failures(overlap: bool) -> None:
+    """Goal: a dead link is not hammered. Method: room for all, every copy fails; count attempts against forwards."""
+    with engine_for(overlap=overlap, device_pages=64) as engine:
+        seam = plant(engine, "worker_dies:@1")
+        handles = submit(engine, [400, 300], 200)
+        engine.run_until_idle()
+        assert_outputs(handles)
+        residency = engine.coordinator.residency
+        assert residency.step > 150 and 3 <= seam.fired["worker_dies"] <= 12
+        assert residency.counters.copies_failed > 0 and residency.num_dirty > 0
+        plant(engine, "")
+        again = submit(engine, [400], 140, seed=9)
+        engine.run_until_idle()
+        assert_outputs(again)
+        assert residency.num_dirty <= 1, "mirroring has not come back"
+        finish(engine)
+
+
+@LOOPS
+@pytest.mark.parametrize("text", ["refuse:@40", "refuse:0.1,seed:4"])
+def test_refused_room_queues_or_retracts(text: str, overlap: bool) -> None:
+    """Goal: a pool that says no has an answer. Method: refuse at the n-th question, and at random; requests go on."""
+    with engine_for(overlap=overlap) as engine:
+        seam = plant(engine, text)
+        handles = submit(engine, PROMPTS, 60)
+        engine.run_until_idle()
+        assert seam.fired["refuse"] > 0
+        # SGLang gives up the last running request when even it is refused twice in a row.
+        assert_outputs([handle for handle in handles if handle.finish_reason != "abort"])
+        assert_prefix_of_reference(handles)
+        assert sum(handle.finish_reason == "length" for handle in handles) >= 4
+        finish(engine)
+
+
+@LOOPS
+@pytest.mark.parametrize("step", [1, 2, 3, 7, 20, 45])
+def test_abort_at_the_nth_step(step: int, overlap: bool) -> None:
+    """Goal: a client may leave at any step. Method: a random request is aborted at that step, the others end right."""
+    with engine_for(overlap=overlap) as engine:
+        seam = plant(engine, f"abort:@{step},seed:{step}")
+        handles = submit(engine, PROMPTS[:4], 50)
+        engine.run_until_idle()
+        assert seam.fired["abort"] == 1
+        assert [handle.finish_reason for handle in handles].count("abort") == 1
+        assert_outputs([handle for handle in handles if handle.finish_reason != "abort"])
+        assert_prefix_of_reference(handles)
+        finish(engine)
+
+
+@LOOPS
+@pytest.mark.parametrize("seed", range(2))
+def test_everything_at_once(seed: int, overlap: bool) -> None:
+    """Goal: faults together are no worse. Method: a random life with all kinds of faults."""
+    with engine_for(overlap=overlap, radix=seed == 0, link_seed=seed) as engine:
+        seam = plant(
+            engine,
+            f"copy_fail:0.2,copy_delay:3,copy_reorder:0.5,event_fail:0.1,refuse:0.02,abort:0.01,seed:{seed}",
+        )
+        handles = random_life(engine, seed=seed + 50, num_events=80)
+        assert_outputs([handle for handle in handles if handle.finish_reason != "abort"])
+        assert_prefix_of_reference(handles)
+        assert all(seam.fired[kind] for kind in ("copy_fail", "copy_delay", "event_fail", "refuse", "abort"))
+        plant(engine, "")
+        finish(engine)
