@@ -122,8 +122,7 @@ class HiSparseRuntime:
         self.plant(FaultPlan.from_env())
         self.num_real_reqs = self.hot.num_real_rows
         self.audit, self.fault = RowAudit.from_env(self), RowFault.from_env(self)
-        self.stats = StatsWriter.from_env(self)
-        self.recorder = recorder_of(self)
+        self.stats, self.recorder = StatsWriter.from_env(self), recorder_of(self)
         self._model_runner: Any = None
         self._scheduler: Any = None
         self.tree_cache: Any = None
