@@ -95,7 +95,9 @@ def plot(rows: list[dict[str, str | int | float]], path: Path) -> None:
     figure, panels = plt.subplots(len(BUFFERS), 1, figsize=(11, 9), sharex=True, constrained_layout=True)
     for panel, buffer in zip(panels, BUFFERS, strict=True):
         for place, policy in enumerate(policies):
-            rates = {row["profile"]: row["miss_rate"] for row in rows if (row["policy"], row["buffer"]) == (policy, buffer)}
+            rates = {
+                row["profile"]: row["miss_rate"] for row in rows if (row["policy"], row["buffer"]) == (policy, buffer)
+            }
             at = [names.index(str(name)) + (place - len(policies) / 2 + 0.5) * 0.12 for name in rates]
             label = "turnover (the resolver)" if policy == "turnover" else policy
             panel.bar(at, [100 * float(rate) for rate in rates.values()], 0.12, label=label)
@@ -114,10 +116,15 @@ def show(rows: list[dict[str, str | int | float]]) -> float:
     print(f"{'profile':<8}{'buffer':>7}" + "".join(f"{name:>{max(len(name), 8) + 2}}" for name in columns))
     for profile, buffer in dict.fromkeys((row["profile"], row["buffer"]) for row in rows):
         values = [table.get((profile, buffer, name)) for name in columns]
-        cells = [f"{'' if value is None else f'{value:.2f}':>{max(len(name), 8) + 2}}" for name, value in zip(columns, values, strict=True)]
+        cells = [
+            f"{'' if value is None else f'{value:.2f}':>{max(len(name), 8) + 2}}"
+            for name, value in zip(columns, values, strict=True)
+        ]
         print(f"{profile:<8}{buffer:>7}" + "".join(cells))
     return max(
-        abs(rate - table[profile, buffer, "lru"]) for (profile, buffer, policy), rate in table.items() if policy == "turnover"
+        abs(rate - table[profile, buffer, "lru"])
+        for (profile, buffer, policy), rate in table.items()
+        if policy == "turnover"
     )
 
 

@@ -111,7 +111,9 @@ def _check(step: Step, header: Header) -> None:
     width = len(step.requests)
     shape = [len(counts) for counts in step.counts]
     if len(step.seq_lens) != width or shape != [width] * len(header.groups) or len(set(step.requests)) != width:
-        raise RecordingError(f"step {step.step}: {width} requests of {len(header.groups)} groups, but other numbers of sets")
+        raise RecordingError(
+            f"step {step.step}: {width} requests of {len(header.groups)} groups, but other numbers of sets"
+        )
     if any(count > header.top_k for counts in step.counts for count in counts):
         raise RecordingError(f"step {step.step}: a set of more than top_k ({header.top_k}) positions")
 

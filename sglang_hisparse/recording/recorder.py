@@ -71,9 +71,7 @@ class NoRecorder:
 class TopKRecorder(NoRecorder):
     """Records to one file. leaders: leader layer of each group."""
 
-    def __init__(
-        self, path: Path, header: Header, device: torch.device | str, max_bytes: int = MAX_FILE_BYTES
-    ) -> None:
+    def __init__(self, path: Path, header: Header, device: torch.device | str, max_bytes: int = MAX_FILE_BYTES) -> None:
         """Raises ConfigError where the file cannot be written."""
         try:
             self._writer = RecordingWriter(path, header, max_bytes)
@@ -102,7 +100,9 @@ class TopKRecorder(NoRecorder):
 
     def _new_place(self) -> _Place:
         on_host = torch.empty(self._selected.shape, dtype=torch.int32, pin_memory=self._on_gpu)
-        return _Place(torch.empty_like(self._selected), on_host, torch.cuda.Event(blocking=True) if self._on_gpu else None)
+        return _Place(
+            torch.empty_like(self._selected), on_host, torch.cuda.Event(blocking=True) if self._on_gpu else None
+        )
 
     # -- the scheduler's thread -------------------------------------------------------------------------------------
 

@@ -54,7 +54,8 @@ class Outcome:
 
     def miss_rate(self, first: int = 0, last: int | None = None) -> float:
         """Share of selected positions that were missed in steps [first, last)."""
-        return float(self.misses[first:last].sum() / self.selected[first:last].sum())
+        selected = int(self.selected[first:last].sum())
+        return int(self.misses[first:last].sum()) / selected if selected else 0.0
 
 
 @dataclass(slots=True)
@@ -100,7 +101,7 @@ def compare(
         steps.append(positions)
         if on_step is not None:
             on_step()
-    if BELADY in policies and steps:
+    if BELADY in policies:
         runs += _belady(steps, buffers, on_step)
     selected = np.array([step.size for step in steps], dtype=np.int64)
     return [Outcome(*run.outcome, np.array(run.misses, dtype=np.int64), selected) for run in runs]

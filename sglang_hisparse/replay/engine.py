@@ -19,13 +19,11 @@ from sglang_hisparse.replay.executor import DecodeBatch, Executor
 from sglang_hisparse.replay.figures import Counts, PhaseFigures, ProfileFigures, ReplayReport
 from sglang_hisparse.replay.options import ReplayOptions
 from sglang_hisparse.replay.prefix_cache import PrefixCache
-from sglang_hisparse.replay.profiles import PROFILES
-from sglang_hisparse.replay.workload import Phase, Request, Workload, standard_phases
+from sglang_hisparse.replay.workload import PROFILE_NAMES, Phase, Request, Workload, standard_phases
 from sglang_hisparse.residency import DevicePages, PageState, Residency, ResidencyCoordinator, SpillPolicy
 from sglang_hisparse.residency.invariants import check
 from sglang_hisparse.transfer.worker import TransferWorker
 
-PROFILE_NAMES = list(PROFILES)
 CHECK_PERIOD = 16  #: steps between two checks of the coordinator's own invariants
 
 
@@ -39,9 +37,15 @@ class _Launched:
 
 
 class Engine:
-    """One replay run. `worker_class` takes the place of the transfer worker (tests plant faults there)."""
+    """One replay run. `worker_class` takes the place of the transfer worker (tests plant faults there), `workload` that of
+    the synthetic requests."""
 
-    def __init__(self, options: ReplayOptions, worker_class: type[TransferWorker] | None = None) -> None:
+    def __init__(
+        self,
+        options: ReplayOptions,
+        worker_class: type[TransferWorker] | None = None,
+        workload: Workload | None = None,
+    ) -> None:
         self.options = options
         limits = options.limits
         self.executor = Executor(options, len(PROFILE_NAMES), worker_class)
@@ -50,7 +54,7 @@ class Engine:
         )
         self.policy = SpillPolicy(self.coordinator)
         self.cache = PrefixCache(self.coordinator)
-        self.workload = Workload(options)
+        self.workload = workload or Workload(options)
         self.running: list[Request] = []
         self.waiting: deque[Request] = deque()
         self.counts = Counts()
@@ -76,10 +80,10 @@ class Engine:
             self.executor.close()
 
     def _run_phase(self, phase: Phase, on_step: Callable[[Phase, int], None] | None) -> None:
-        # A drain that outlasts every request's longest life will never end.
-        limit = phase.steps if phase.steps is not None else 8 * self.options.max_tokens
+        # What outlasts every request's longest life, one after another, will never end.
+        limit = phase.steps if phase.steps is not None else (8 + self.workload.num_left) * self.options.max_tokens
         for number in range(limit):
-            if phase.steps is None and not self.running and not self.waiting:
+            if phase.steps is None and not (self.running or self.waiting or self.workload.has_arrivals(phase)):
                 return
             self.step(phase)
             if on_step is not None:
@@ -90,7 +94,7 @@ class Engine:
     def step(self, phase: Phase) -> None:
         """One scheduler iteration: arrive, admit, allocate, launch, and process the results of the launch before."""
         started = time.perf_counter()
-        if len(self.running) + len(self.waiting) < phase.max_requests:
+        if len(self.running) + len(self.waiting) < phase.max_requests and self.workload.has_arrivals(phase):
             busy = {request.conversation for request in (*self.running, *self.waiting)}
             self.waiting.append(self.workload.arrival(phase, self.cache, busy))
             self.counts.arrived += 1
@@ -162,16 +166,8 @@ class Engine:
         return False
 
     def _start_decoding(self, request: Request) -> None:
-        request.profiles = self.options.profile_names(request.number)
-        request.streams = [
-            PROFILES[name].stream(
-                num_positions=request.length,
-                top_k=self.options.top_k,
-                rng=np.random.default_rng([self.options.seed, 2, request.number, group]),
-                buffer_size=self.options.buffer_size,
-            )
-            for group, name in enumerate(request.profiles)
-        ]
+        request.profiles = self.workload.profile_names(request)
+        request.streams = self.workload.streams(request)
 
     # -- allocation -------------------------------------------------------------------------------------------------
 

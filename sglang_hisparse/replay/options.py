@@ -37,6 +37,7 @@ class ReplayOptions:
     watermark_high: float = 0.06
     mirror_pages_per_step: int = 64
     promote_pages_per_step: int = 32
+    stream: str = ""  #: the recording that takes the place of the profile
 
     def __post_init__(self) -> None:
         for name in ("top_k", "num_groups", "layers_per_group", "device_pages", "max_requests", "max_output", "chunk_tokens"):

@@ -212,7 +212,9 @@ class Turnover:
             out=torch.empty((1, positions.size), dtype=torch.int32),
             copy_method=CopyMethod.NONE,
         )
-        grown = dict(zip(COUNTER_NAMES, (now - then for now, then in zip(counters.tolist(), before, strict=True)), strict=True))
+        grown = dict(
+            zip(COUNTER_NAMES, (now - then for now, then in zip(counters.tolist(), before, strict=True)), strict=True)
+        )
         if grown["entries_failed"] or grown["entries_resident"]:
             raise AssertionError(f"the resolver found something else than a request on the host only: {grown}")
         return grown["rows_fetched"]
@@ -220,7 +222,7 @@ class Turnover:
 
 def next_uses(steps: Sequence[np.ndarray]) -> list[np.ndarray]:
     """For each step's positions, the next step that selects them again, int32; NEVER where none does."""
-    seen = np.full(max(int(step.max()) for step in steps) + 1, NEVER, dtype=np.int32)
+    seen = np.full(max((int(step.max()) for step in steps), default=0) + 1, NEVER, dtype=np.int32)
     result = []
     for number in range(len(steps) - 1, -1, -1):
         result.append(seen[steps[number]])

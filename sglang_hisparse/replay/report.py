@@ -106,4 +106,5 @@ def show(report: ReplayReport, console: Console) -> None:
 def write_json(report: ReplayReport, path: Path) -> None:
     """The whole report, and `ok`, as one JSON object."""
     fields = {"ok": report.ok, **msgspec.to_builtins(report)}
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(msgspec.json.format(msgspec.json.encode(fields), indent=2) + b"\n")

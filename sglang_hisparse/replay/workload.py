@@ -14,7 +14,10 @@ import numpy as np
 from sglang_hisparse.replay.content import position_seeds
 from sglang_hisparse.replay.options import ReplayOptions
 from sglang_hisparse.replay.prefix_cache import Key, PrefixCache
-from sglang_hisparse.replay.profiles import TopKStream
+from sglang_hisparse.replay.profiles import PROFILES, TopKStream
+
+RECORDED = "recording"  #: the profile's name of a stream that was recorded
+PROFILE_NAMES = [*PROFILES, RECORDED]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +95,36 @@ class Workload:
 
     def family_pages(self, family: int) -> int:
         return self._families[family].size // self._options.page_size
+
+    def has_arrivals(self, phase: Phase) -> bool:
+        """Whether the phase may bring further requests."""
+        return phase.steps is not None
+
+    @property
+    def num_left(self) -> int:
+        """Requests that will arrive whatever the phase is."""
+        return 0
+
+    def profile_names(self, request: Request) -> list[str]:
+        """The profile of each index group's stream."""
+        return self._options.profile_names(request.number)
+
+    def streams(self, request: Request) -> list[TopKStream]:
+        """The selections of each index group, of a request that begins to decode at its present length."""
+        options = self._options
+        return [
+            PROFILES[name].stream(
+                num_positions=request.length,
+                top_k=options.top_k,
+                rng=np.random.default_rng([options.seed, 2, request.number, group]),
+                buffer_size=options.buffer_size,
+            )
+            for group, name in enumerate(self.profile_names(request))
+        ]
+
+    def new_request(self, prompt: int) -> Request:
+        """A text of its own, with a prompt of so many tokens."""
+        return self._request(self._next_number, None, np.zeros(0, dtype=np.int64), prompt, starts_on_host=False)
 
     def new_conversation(self) -> Request:
         options, number = self._options, self._next_number

@@ -103,7 +103,10 @@ def test_every_changed_byte_is_seen(recording: Path) -> None:
         (FILE_HEAD.pack(MAGIC, 1) + encode(HEADER) + encode(HEADER), "second header"),
         (FILE_HEAD.pack(MAGIC, 1) + encode(HEADER) + encode(End(1, 0, "")), "says that it has 1 steps"),
         (FILE_HEAD.pack(MAGIC, 1) + encode(HEADER) + encode(End(0, 0, "")) + b"x", "goes on"),
-        (FILE_HEAD.pack(MAGIC, 1) + encode(HEADER) + encode(Step(0, (0,), (9,), ((1,),), b"")), "other numbers of sets"),
+        (
+            FILE_HEAD.pack(MAGIC, 1) + encode(HEADER) + encode(Step(0, (0,), (9,), ((1,),), b"")),
+            "other numbers of sets",
+        ),
         (FILE_HEAD.pack(MAGIC, 1) + encode(HEADER) + encode(Step(0, (0,), (9,), ((1,), (9,)), b"")), "more than top_k"),
     ],
 )

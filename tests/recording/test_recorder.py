@@ -104,7 +104,10 @@ def test_a_slot_that_is_taken_again_is_another_request(tmp_path: Path) -> None:
     server.recorder.release([4, 9])
     server.decode([4], [20])
     server.close()
-    assert [(r.number, r.seq_lens) for r in read_recording(tmp_path / "trace.topk").requests()] == [(0, (50,)), (1, (20,))]
+    assert [(r.number, r.seq_lens) for r in read_recording(tmp_path / "trace.topk").requests()] == [
+        (0, (50,)),
+        (1, (20,)),
+    ]
 
 
 def test_a_bounded_number_of_requests_is_recorded(tmp_path: Path) -> None:
