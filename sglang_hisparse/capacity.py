@@ -1,12 +1,14 @@
 """The figures on which a server and a plan made beforehand must agree: host share, slots, admission, the plan itself.
 
 Owned here so that there is one formula each. Called by memory/sizing.py and memory/budget.py in a server and by planning/
-on any machine. Pure arithmetic: it must never import torch or SGLang, nor look at the machine.
+on any machine. Pure arithmetic: it must never import SGLang nor look at the machine, and torch only for the size of the
+resolver's tables, which the kernels' own module tells.
 """
 
 from __future__ import annotations
 
-from sglang_hisparse.layout import HotShape, KVShape, MemoryPlan, plan_memory
+from sglang_hisparse.config import ResolvedConfig
+from sglang_hisparse.layout import HotShape, KVShape, MemoryPlan, pages_for, plan_memory
 from sglang_hisparse.validation import check_host_memory
 
 UNBOUNDED_BYTES = 1 << 60
@@ -47,6 +49,27 @@ def prefill_pages(prompt_pages: int, total_pages: int, smallest_pages: int) -> i
 def longest_request_tokens(device_tokens: int, logical_tokens: int, page_size: int) -> int:
     """Longest request, prompt and output: what the device holds while its prefill ends, with two pages to spare."""
     return min(device_tokens, logical_tokens) - 2 * page_size
+
+
+def longest_pages(context_tokens: int, shape: KVShape) -> int:
+    """Pages of the longest request, for which the resolver keeps a row of translated pages per slot."""
+    return pages_for(context_tokens, shape.page_size) + 1
+
+
+def hot_shape(num_slots: int, num_groups: int, resolved: ResolvedConfig, max_pages: int) -> HotShape:
+    """Hot buffers of all request slots; the bytes of their state are the kernels' figure.
+
+    max_pages: pages of the longest request, for which the resolver keeps a translated page table per slot.
+    """
+    from sglang_hisparse.kernels.hot_state import HotGroupState
+
+    return HotShape(
+        num_slots=num_slots,
+        buffer_rows=resolved.device_buffer_size,
+        num_groups=num_groups,
+        state_bytes=HotGroupState.bytes(num_slots, resolved.device_buffer_size),
+        result_rows=resolved.top_k + max_pages,
+    )
 
 
 def decide_plan(

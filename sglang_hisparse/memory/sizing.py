@@ -29,12 +29,10 @@ from sglang.srt.mem_cache.pool_host.base import HICACHE_HOST_MEMORY_RESERVE_BYTE
 from sglang.srt.runtime_context import get_memory, get_parallel, get_schedule
 
 from sglang_hisparse import settings
-from sglang_hisparse.capacity import decide_plan, host_share_bytes
+from sglang_hisparse.capacity import decide_plan, host_share_bytes, hot_shape, longest_pages
 from sglang_hisparse.config import ResolvedConfig
 from sglang_hisparse.errors import InvariantError
-from sglang_hisparse.kernels.hot_state import HotGroupState
 from sglang_hisparse.layout import (
-    HotShape,
     KVShape,
     MemoryPlan,
     describe_plan,
@@ -56,20 +54,6 @@ class _Plan:
 def current_plan() -> MemoryPlan | None:
     """The plan of this process, None before SGLang has measured its memory."""
     return _Plan.current
-
-
-def hot_shape(num_slots: int, num_groups: int, resolved: ResolvedConfig, max_pages: int) -> HotShape:
-    """Hot buffers of all request slots; the bytes of their state are the kernels' figure.
-
-    max_pages: pages of the longest request, for which the resolver keeps a translated page table per slot.
-    """
-    return HotShape(
-        num_slots=num_slots,
-        buffer_rows=resolved.device_buffer_size,
-        num_groups=num_groups,
-        state_bytes=HotGroupState.bytes(num_slots, resolved.device_buffer_size),
-        result_rows=resolved.top_k + max_pages,
-    )
 
 
 def plan_as_built(device_tokens: int, num_slots: int) -> MemoryPlan:
@@ -151,7 +135,7 @@ def make_plan(configurator: KVCacheConfigurator, device_bytes: int, resolved: Re
     num_slots = configurator.resolve_max_num_reqs(device_bytes // shape.kv_token_bytes) + 1
     return decide_plan(
         shape,
-        hot_shape(num_slots, shape.num_leaders, resolved, -(-configurator.model_config.context_len // shape.page_size) + 1),
+        hot_shape(num_slots, shape.num_leaders, resolved, longest_pages(configurator.model_config.context_len, shape)),
         device_bytes=device_bytes,
         host_bytes=host_bytes_per_rank(),
         ranks=ranks_per_host(),

@@ -16,13 +16,15 @@ from sglang_hisparse.capacity import (
     decide_plan,
     decoding_pages,
     host_share_bytes,
+    hot_shape,
+    longest_pages,
     longest_request_tokens,
     prefill_pages,
     request_slots,
 )
 from sglang_hisparse.config import GIB, HiSparseConfig
 from sglang_hisparse.errors import ConfigError
-from sglang_hisparse.layout import HotShape, KVShape, MemoryPlan, least_device_tokens, pages_for
+from sglang_hisparse.layout import MemoryPlan, least_device_tokens, pages_for
 from sglang_hisparse.planning.model_shapes import CacheType, ModelShape
 
 HOST_RESERVE_BYTES = 10 * GIB
@@ -194,20 +196,6 @@ def device_bytes(model: ModelShape, deployment: Deployment) -> DeviceBytes:
     )
 
 
-def hot_shape(model: ModelShape, shape: KVShape, num_slots: int, choices: Choices) -> HotShape:
-    """Hot buffers of all request slots. Raises ConfigError where the buffer does not suit the model."""
-    from sglang_hisparse.kernels.hot_state import HotGroupState
-
-    resolved = HiSparseConfig(device_buffer_size=choices.buffer_rows).resolve(model.facts)
-    return HotShape(
-        num_slots=num_slots,
-        buffer_rows=resolved.device_buffer_size,
-        num_groups=shape.num_leaders,
-        state_bytes=HotGroupState.bytes(num_slots, resolved.device_buffer_size),
-        result_rows=resolved.top_k,
-    )
-
-
 def memory_plan(
     model: ModelShape, deployment: Deployment, choices: Choices, cache_bytes: int, ratio: float | None
 ) -> MemoryPlan:
@@ -215,10 +203,11 @@ def memory_plan(
     shape = model.kv_shape(choices.cache_type)
     capacity = cache_bytes // shape.kv_token_bytes
     num_slots = request_slots(capacity, model.context_tokens, deployment.slots_per_cache)
+    resolved = HiSparseConfig(device_buffer_size=choices.buffer_rows).resolve(model.facts)
     cap = choices.host_pool_gib
     return decide_plan(
         shape,
-        hot_shape(model, shape, num_slots, choices),
+        hot_shape(num_slots, shape.num_leaders, resolved, longest_pages(model.context_tokens, shape)),
         device_bytes=cache_bytes,
         host_bytes=host_share_bytes(deployment.host_bytes, HOST_RESERVE_BYTES, deployment.ranks_per_host),
         ranks=deployment.ranks_per_host,
@@ -282,7 +271,11 @@ def candidate_ratios(most: float) -> Iterator[float]:
 
 
 def choose_ratio(model: ModelShape, deployment: Deployment, load: Load, choices: Choices, cache_bytes: int) -> float:
-    """The smallest ratio with which the most requests run, or all that are wanted. Raises ConfigError."""
+    """The smallest ratio with which the most requests run, or all that are wanted. Raises ConfigError.
+
+    As where a server derives it, index-K takes no more than MAX_INDEX_SHARE of the cache: beyond, almost everything that
+    is read would come over the link.
+    """
     thrifty = replace(deployment, host_bytes=int(deployment.host_bytes * HOST_SHARE))
     derived = memory_plan(model, thrifty, choices, cache_bytes, None)
     best, best_count = 1.0, -1

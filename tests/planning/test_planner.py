@@ -1,0 +1,262 @@
+"""Goal: a plan agrees with the server and with hand arithmetic. Method: sizing and admission of the server beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
+from sglang.srt.mem_cache.pool_host.base import HICACHE_HOST_MEMORY_RESERVE_BYTES
+from sglang.srt.runtime_context import get_context, get_parallel
+from transformers import PretrainedConfig
+
+from sglang_hisparse import capacity, settings
+from sglang_hisparse.config import GIB, HiSparseConfig
+from sglang_hisparse.errors import ConfigError
+from sglang_hisparse.layout import MAX_INDEX_SHARE, MemoryPlan
+from sglang_hisparse.memory import sizing
+from sglang_hisparse.memory.allocator import HiSparseAllocator
+from sglang_hisparse.memory.budget import HiSparsePrefillBudget
+from sglang_hisparse.planning import planner
+from sglang_hisparse.planning.model_shapes import BUILT_IN, CacheType, built_in
+from sglang_hisparse.planning.planner import Choices, Deployment, Load, fits, make_plan, memory_plan
+from sglang_hisparse.residency import ResidencyLimits
+
+NODE = Deployment(dp=8, host_bytes=1800 * GIB, max_running_requests=480)
+
+
+def as_server_plans(
+    name: str, cache: CacheType, cache_bytes: int, *, ratio: float | None, buffer: int, running: int | None, host: int
+) -> MemoryPlan:
+    """`sizing.make_plan` with SGLang's own configurator for the same model, GPU bytes and host bytes of one rank."""
+    import torch
+
+    config = BUILT_IN[name].config
+    text = PretrainedConfig(architectures=["DeepseekV32ForCausalLM"], **config)
+    configurator = KVCacheConfigurator.__new__(KVCacheConfigurator)
+    configurator.model_config = SimpleNamespace(
+        hf_config=text,
+        hf_text_config=text,
+        kv_lora_rank=text.kv_lora_rank,
+        qk_rope_head_dim=text.qk_rope_head_dim,
+        context_len=text.max_position_embeddings,
+    )
+    layers = text.num_hidden_layers
+    configurator.layer_info = SimpleNamespace(start_layer=0, end_layer=layers, num_effective_layers=layers)
+    configurator.kv_cache_dtype = torch.bfloat16 if cache is CacheType.BF16 else torch.float8_e4m3fn
+    configurator.mambaish_config, configurator.attn_dp_size, configurator.is_draft_worker = None, 1, False
+    resolved = HiSparseConfig(device_buffer_size=buffer, host_to_device_ratio=ratio).resolve(built_in(name).facts)
+    override = get_context().override_server_args(
+        enable_hisparse=True, hisparse_config="{}", page_size=64, max_running_requests=running
+    )
+    with override, get_parallel().override(attn_dcp_rank=0), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sizing, "available_host_memory_bytes", lambda **_: host)
+        return sizing.make_plan(configurator, cache_bytes, resolved)
+
+
+@pytest.fixture(autouse=True)
+def forget_settings() -> Iterator[None]:
+    yield
+    settings.reset()
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("cache", CacheType)
+@pytest.mark.parametrize(("ratio", "buffer", "running"), [(4, 4096, 64), (2.7, 6144, 480), (None, 4096, None)])
+def test_the_plan_is_the_servers(
+    name: str, cache: CacheType, ratio: float | None, buffer: int, running: int | None
+) -> None:
+    """Goal: what is planned is what a server will log. Method: all figures of both memory plans, for the same inputs."""
+    deployment = Deployment(gpus=1, tp=1, gpus_per_host=1, host_bytes=300 * GIB, max_running_requests=running)
+    choices = Choices(cache_type=cache, ratio=ratio, buffer_rows=buffer)
+    ours = memory_plan(built_in(name), deployment, choices, 40 * GIB, ratio)
+    server = as_server_plans(
+        name, cache, 40 * GIB, ratio=ratio, buffer=buffer, running=running, host=deployment.host_bytes
+    )
+    assert ours == server
+    assert ours.device_tokens > 100_000
+
+
+def test_constants_are_those_of_sglang() -> None:
+    """Goal: the host share is the server's. Method: its reserve, and shares of a large and a small machine by hand."""
+    assert planner.HOST_RESERVE_BYTES == HICACHE_HOST_MEMORY_RESERVE_BYTES
+    assert capacity.host_share_bytes(810 * GIB, 10 * GIB, 8) == 100 * GIB
+    assert capacity.host_share_bytes(16 * GIB, 10 * GIB, 1) == 12 * GIB
+
+
+@given(
+    prompt=st.integers(1, 300_000),
+    output=st.integers(1, 40_000),
+    free=st.integers(0, 6_000),
+    smallest=st.integers(4, 515),
+)
+def test_admission_is_the_servers(prompt: int, output: int, free: int, smallest: int) -> None:
+    """Goal: the plan admits as the server does. Method: the server's budget asked about random requests and pools."""
+    budget = HiSparsePrefillBudget.__new__(HiSparsePrefillBudget)
+    budget.page_size, budget.free_device_pages, budget._smallest_pages = 64, free, smallest
+    pages, total = -(-prompt // 64), -(-(prompt + output) // 64)
+    assert budget._fits_device(prompt, output) == (capacity.prefill_pages(pages, total, smallest) <= free)
+    assert budget._candidate_pages == max(pages + 1, min(total, smallest))
+
+
+@given(device=st.integers(1, 10_000), logical=st.integers(1, 10_000))
+def test_the_longest_request_is_the_servers(device: int, logical: int) -> None:
+    """Goal: a plan promises no length that a server refuses. Method: the allocator's own limit for the same pools."""
+    allocator = SimpleNamespace(_size_full=logical * 64, _size_hisparse=device * 64, page_size=64)
+    expected = HiSparseAllocator.max_request_tokens(allocator)
+    assert capacity.longest_request_tokens(device * 64, logical * 64, 64) == expected
+
+
+def test_device_bytes_by_hand() -> None:
+    """Goal: GPU memory is divided as SGLang does. Method: DeepSeek-V3.2, 8 ranks, with round figures."""
+    deployment = Deployment(
+        gpu_bytes=100 * GIB, overhead_bytes=0, mem_fraction=0.75, weight_bytes=30 * GIB, host_bytes=GIB
+    )
+    device = planner.device_bytes(built_in("DeepSeek-V3.2"), deployment)
+    assert (device.slack, device.cache, device.weights_estimated) == (25 * GIB, 45 * GIB, False)
+    with pytest.raises(ConfigError, match="30.0 GiB of weights per GPU do not fit 7.0 GiB"):
+        planner.device_bytes(
+            built_in("GLM-5.1"), Deployment(**{**_fields(deployment), "gpu_bytes": int(7 * GIB / 0.75)})
+        )
+
+
+def _fields(deployment: Deployment) -> dict[str, object]:
+    return {name: getattr(deployment, name) for name in Deployment.__dataclass_fields__}
+
+
+@pytest.mark.parametrize(
+    ("name", "cache", "row", "kv", "index"),
+    [
+        ("DeepSeek-V3.2", CacheType.BF16, 1152, 61 * 1152, 61 * 132),
+        ("GLM-5.2", CacheType.FP8, 656, 78 * 656, 21 * 132),
+    ],
+)
+def test_two_models_by_hand(name: str, cache: CacheType, row: int, kv: int, index: int) -> None:
+    """Goal: bytes and counts can be followed on paper. Method: 40 GiB per rank, ratio 4, buffer 4096, 32k in and 8k out."""
+    shape = built_in(name).kv_shape(cache)
+    assert (shape.row_bytes, shape.kv_token_bytes, shape.index_token_bytes) == (row, kv, index)
+    deployment = Deployment(
+        gpus=8, dp=8, host_bytes=8 * 300 * GIB + 10 * GIB, weight_bytes=0, overhead_bytes=0, mem_fraction=0.5,
+        gpu_bytes=80 * GIB, max_running_requests=8 * 128,
+    )  # fmt: skip
+    planned = make_plan(built_in(name), deployment, Load(32768, 8192), Choices(cache, ratio=4, buffer_rows=4096))
+
+    # GPU: 128 + 1 slots of hot state in each group, results and translated pages, tables, one pad page; then tokens.
+    slots, groups = 129, shape.num_leaders
+    longest = built_in(name).context_tokens // 64 + 1
+    state = groups * slots * (4096 * 5 + 128) + slots * (2048 + longest) * 4 + slots * 64 * 4
+    tokens = 40 * GIB - state - 64 * (kv + index) - 4
+    device = int(tokens / (kv + 4 * (index + 4 / 64))) // 64 * 64
+    assert planned.memory.device_tokens == device
+    assert planned.memory.logical_tokens == 4 * device
+    assert planned.host_bytes_per_rank == 300 * GIB
+    assert planned.memory.host_bytes == (4 * device + 64) * kv
+
+    # Requests of 640 pages; decoding at least 64 + 2 + 1 pages, prefilling 512 + 1.
+    pages = device // 64
+    expected = {
+        "full": pages // 640,
+        "mixed": min(1 + (pages - 513) // 67, 4 * pages // 640),
+        "none": min(pages // 67, 4 * pages // 640),
+    }
+    assert {fit.mode: fit.per_cache for fit in planned.hisparse} == expected
+    assert {fit.mode: fit.total for fit in planned.hisparse} == {mode: 8 * count for mode, count in expected.items()}
+    plain = planned.memory.device_bytes // (kv + index) // 64 - 1
+    assert planned.plain.per_cache == plain // 640 > expected["full"]
+
+    # A step: 2,048 rows a request in every layer, 13.4 % of them over a link of 47 or 43 GB/s.
+    time = next(t for t in planned.link if t.miss_rate == 0.134 and t.requests == 1)
+    assert time.step_bytes == int(2048 * 0.134 * kv)
+    assert time.exposed_ms == pytest.approx(2048 * 0.134 * kv / (47 if row == 1152 else 43) / 1e6, rel=1e-3)
+    assert time.followers_hidden_ms == pytest.approx(time.exposed_ms * groups / shape.num_layers)
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_the_chosen_ratio_is_the_best(name: str) -> None:
+    """Goal: no ratio with half of the cache for KV runs more requests, and no smaller one as many. Method: a grid."""
+    model, load = built_in(name), Load(32768, 8192)
+    chosen = make_plan(model, NODE, load, Choices())
+    others = {}
+    for hundredths in range(100, 1200, 15):
+        other = make_plan(model, NODE, load, Choices(ratio=hundredths / 100))
+        if other.memory.index_bytes <= MAX_INDEX_SHARE * other.device.cache:
+            others[hundredths / 100] = other.mixed.total
+    assert len(others) > 20
+    assert chosen.mixed.total == max(others.values())
+    smaller = [count for ratio, count in others.items() if ratio < chosen.memory.ratio - planner.RATIO_STEP]
+    assert max(smaller) < chosen.mixed.total
+
+
+def test_wanted_requests_take_the_smallest_ratio_that_holds_them() -> None:
+    """Goal: GPU memory is not given to index-K that nobody needs. Method: fewer wanted, smaller ratio, still enough."""
+    model, load = built_in("GLM-5.2"), Load(32768, 8192)
+    most = make_plan(model, NODE, load, Choices())
+    some = make_plan(model, NODE, Load(32768, 8192, wanted=100), Choices())
+    assert most.mixed.total > some.mixed.total >= 100
+    assert some.memory.ratio < most.memory.ratio
+    less = some.memory.ratio - planner.RATIO_STEP
+    assert make_plan(model, NODE, load, Choices(ratio=less)).mixed.total < 100
+
+
+def test_the_chosen_limit_of_running_requests_binds_nothing() -> None:
+    """Goal: slots are neither short nor wasted. Method: the choice against 256, 512 and 2,048 slots for each cache."""
+    model, load = built_in("GLM-5.1"), Load(32768, 8192)
+    open_limit = Deployment(dp=8, host_bytes=1800 * GIB)
+    chosen = make_plan(model, open_limit, load, Choices())
+    assert chosen.deployment.max_running_requests is not None
+    assert chosen.mixed.per_cache <= chosen.deployment.max_running_requests // 8 < chosen.mixed.per_cache + 16
+    for slots in (256, 512, 2048):
+        wider = Deployment(dp=8, host_bytes=1800 * GIB, max_running_requests=8 * slots)
+        assert make_plan(model, wider, load, Choices()).mixed.total <= chosen.mixed.total
+
+
+def test_a_prompt_that_the_gpu_cannot_hold_is_not_promised() -> None:
+    """Goal: no plan for what a server refuses. Method: a request one token too long, and the longest."""
+    model = built_in("GLM-5.1")
+    planned = make_plan(model, NODE, Load(32768, 8192), Choices(ratio=4))
+    longest = planned.longest_request_tokens
+    at_limit = fits(planned.memory, Load(longest - 64, 64), 8)
+    beyond = fits(planned.memory, Load(longest - 63, 64), 8)
+    assert min(fit.total for fit in at_limit[1:]) >= 1
+    assert [fit.total for fit in beyond[1:]] == [0, 0, 0]
+    assert "while it is prefilled" in beyond[2].bound
+
+
+def test_mixed_is_what_admission_lets_in() -> None:
+    """Goal: the count is reached and not exceeded. Method: requests admitted one by one by the server's sums."""
+    memory = make_plan(built_in("GLM-5.2"), NODE, Load(16384, 1024), Choices(ratio=8)).memory
+    mixed = fits(memory, Load(16384, 1024), 8)[2].per_cache
+    limits = ResidencyLimits(
+        num_logical_pages=memory.logical_tokens // 64,
+        num_device_pages=memory.device_tokens // 64,
+        num_slots=memory.hot.num_slots,
+        max_pages_per_slot=10_000,
+        hot_pages=memory.hot.lease_pages(64),
+    )
+    running = 0
+    while running < memory.hot.num_slots - 1 and (running + 1) * 272 <= limits.num_logical_pages:
+        committed = running * capacity.decoding_pages(272, limits.smallest_pages)
+        if committed + capacity.prefill_pages(256, 272, limits.smallest_pages) > limits.num_device_pages:
+            break
+        running += 1
+    assert mixed == running > 0
+
+
+@pytest.mark.parametrize(
+    ("deployment", "choices", "message"),
+    [
+        ({"tp": 3}, {}, "--tp: 3 does not divide 8"),
+        ({"dp": 3}, {}, "--dp: 3 does not divide 8"),
+        ({"gpus": 4, "tp": 4}, {}, "of weights per GPU do not fit"),
+        ({"host_bytes": 20 * GIB}, {}, "host memory"),
+        ({"host_bytes": 200 * GIB}, {"ratio": 50}, "host_to_device_ratio: 50 needs"),
+        ({}, {"buffer_rows": 1024}, "device_buffer_size: 1024 is below top_k"),
+    ],
+)
+def test_what_cannot_work_is_refused(deployment: dict, choices: dict, message: str) -> None:
+    """Goal: the figure that would fit is named. Method: one impossible input at a time."""
+    with pytest.raises(ConfigError, match=message):
+        make_plan(built_in("GLM-5.1"), Deployment(**deployment), Load(), Choices(**choices))
