@@ -131,21 +131,33 @@ def _model_values(parsed: HiSparseConfig, model: Path, page_size: int) -> dict[s
 def build(
     arch: Annotated[
         list[str] | None,
-        typer.Option(help="CUDA architecture such as 9.0a; may be repeated. Default: that of the GPU here."),
+        typer.Option(help="CUDA architecture such as sm_90a; may be repeated. Default: that of the GPU here."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(file_okay=False, help="Put the libraries there too, for machines without a compiler."),
     ] = None,
     cpu_only: Annotated[bool, typer.Option("--cpu-only", help="Build the CPU library alone.")] = False,
 ) -> None:
-    """Compile the kernels ahead of the first start, so that no server waits for the compiler."""
-    from sglang_hisparse.kernels.build import cache_folder, device_architecture, load_cpu, load_cuda
+    """Compile the kernels ahead of the first start, so that no server waits for the compiler or needs one."""
+    from sglang_hisparse.kernels import build as kernels
+    from sglang_hisparse.kernels.prebuilt import PREBUILT_VARIABLE, Library, publish
 
+    def report(what: str, library: Library, built: Path) -> None:
+        kernels.load(built)
+        where = built if out is None else publish(built, library, out)
+        console.print(f"{what}: ready, {where}", highlight=False, soft_wrap=True)
+
+    architectures = [kernels.parse_architecture(text) for text in arch or ()]
     with console.status("compiling the CPU library"):
-        load_cpu()
-    console.print("CPU library: ready")
-    for architecture in () if cpu_only else arch or (device_architecture(),):
+        built = kernels.build_cpu()
+    report("CPU library", kernels.cpu_library(), built)
+    for architecture in () if cpu_only else architectures or (kernels.device_architecture(),):
         with console.status(f"compiling the CUDA library for {architecture}"):
-            load_cuda(architecture)
-        console.print(f"CUDA library for {architecture}: ready", highlight=False)
-    console.print(f"cached in {cache_folder()}", highlight=False, soft_wrap=True)
+            built = kernels.build_cuda(architecture)
+        report(f"CUDA library for {architecture}", kernels.cuda_library(architecture), built)
+    if out is not None:
+        console.print(f"to use them: {PREBUILT_VARIABLE}={out.resolve()}", highlight=False, soft_wrap=True)
 
 
 app.command()(replay)

@@ -1,8 +1,9 @@
 """Compiles and loads the two kernel libraries: CUDA (tvm-ffi, on first use) and CPU (a C++ compiler is enough).
 
 Called by the wrappers of this folder and by the `build` command. Owns the cache folder and its key (source text, flags,
-architecture, compiler and tvm-ffi version) and the lock that lets several processes start at once. Never touches the package
-folder, and never builds for an architecture other than the one asked for.
+architecture, compiler and tvm-ffi version) and the lock that lets several processes start at once. A library built
+ahead of time (prebuilt.py) is taken instead, without a compiler. Never touches the package folder, and never builds for
+an architecture other than the one asked for.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import functools
 import hashlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -20,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sglang_hisparse.errors import KernelBuildError
+from sglang_hisparse.kernels import prebuilt
 
 if TYPE_CHECKING:
     from tvm_ffi import Module
@@ -63,6 +66,18 @@ def device_architecture(device: int | None = None) -> str:
     return f"{major}.{minor}a"
 
 
+def parse_architecture(text: str) -> str:
+    """An architecture as a person writes it ("sm_90a", "9.0a"), in the form that `build_cuda` takes. Raises
+    KernelBuildError."""
+    found = re.fullmatch(r"(?:sm_)?(\d+)\.?(\d)([af]?)", text)
+    if found is None or int(found[1]) < 9:
+        raise KernelBuildError(
+            f"--arch: {text!r} is no architecture with thread block clusters; allowed: such as sm_90a, sm_100a or 9.0a"
+        )
+    # Blackwell's and Hopper's own instructions need the suffix, and it is what a GPU that is asked answers.
+    return f"{found[1]}.{found[2]}{found[3] or 'a'}"
+
+
 def cuda_home() -> Path:
     """Root of the CUDA toolkit: $CUDA_HOME, $CUDA_PATH, /usr/local/cuda, the pip toolkit, or what nvcc on PATH belongs to."""
     candidates = [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
@@ -79,14 +94,26 @@ def cuda_home() -> Path:
 
 @functools.cache
 def load_cuda(architectures: str | None = None) -> Module:
-    """Load the CUDA library, compiling it if its like is not cached; see `build_cuda`."""
-    return _load(build_cuda(architectures))
+    """Load the CUDA library for `architectures`: a prebuilt one, else see `build_cuda`."""
+    architectures = architectures or device_architecture()
+    return load(prebuilt.find(cuda_library(architectures)) or build_cuda(architectures))
 
 
 @functools.cache
 def load_cpu() -> Module:
-    """Load the CPU library, compiling it if its like is not cached; see `build_cpu`."""
-    return _load(build_cpu())
+    """Load the CPU library: a prebuilt one, else see `build_cpu`."""
+    return load(prebuilt.find(cpu_library()) or build_cpu())
+
+
+def cuda_library(architectures: str) -> prebuilt.Library:
+    """What a prebuilt CUDA library for `architectures` must be; no compiler is asked, since there may be none."""
+    target = f"{architectures}-{platform.machine()}"
+    return prebuilt.Library("hisparse_cuda", target, _key(CUDA_FLAGS, target))
+
+
+def cpu_library() -> prebuilt.Library:
+    """What a prebuilt CPU library must be."""
+    return prebuilt.Library("hisparse_cpu", platform.machine(), _key(CPP_FLAGS, platform.machine()))
 
 
 def build_cuda(architectures: str | None = None) -> Path:
@@ -143,11 +170,11 @@ def _build(name: str, sources: tuple[str, ...], key: str, variables: dict[str, s
     from tvm_ffi.utils import FileLock
 
     folder = cache_folder() / f"{name}_{key}"
-    complete = folder / "complete"
+    complete, library = folder / "complete", folder / f"{name}.so"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(str(folder.with_suffix(".lock"))):  # a second process waits, then finds the library
-            if not complete.exists():
+            if not (complete.exists() and library.exists()):
                 with _environment(**variables):
                     tvm_ffi.cpp.build(
                         name,
@@ -162,17 +189,18 @@ def _build(name: str, sources: tuple[str, ...], key: str, variables: dict[str, s
             f"building {name} failed. Remedy: see that the compiler below works and that {folder.parent} is writable, "
             f"delete {folder} and start again; {CACHE_VARIABLE} names another cache folder.\n{error}"
         ) from error
-    return folder / f"{name}.so"
+    return library
 
 
-def _load(library: Path) -> Module:
+def load(library: Path) -> Module:
+    """Open a built library. Raises KernelBuildError."""
     import tvm_ffi
 
     try:
         return tvm_ffi.load_module(str(library))
     except (RuntimeError, OSError) as error:
         raise KernelBuildError(
-            f"{library} does not load. Remedy: delete its folder and start again.\n{error}"
+            f"{library} does not load. Remedy: remove it, or build it again on a machine like this one.\n{error}"
         ) from error
 
 
