@@ -1,0 +1,1 @@
+"""Tests of what a server tells: metrics, log line, dashboard."""
