@@ -13,7 +13,8 @@ from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from types import SimpleNamespace
+from inspect import unwrap
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -102,7 +103,8 @@ class World:
         self.metadata = SimpleNamespace(real_page_table=None)
         self.runtime.bind_model_runner(SimpleNamespace(attn_backend=SimpleNamespace(forward_metadata=self.metadata)))
         self.runtime.bind_scheduler(SimpleNamespace(tree_cache=self.tree, enable_hisparse=True))
-        free_rows = self.request_pool.free_rows
+        # Where other tests of this process have applied the hooks, SGLang's functions are unwrapped: a hook acts once.
+        free_rows = MethodType(unwrap(ReqToTokenPool.free_rows), self.request_pool)
 
         def free_rows_as_hooked(indices: list[int]) -> None:
             hooks.after_free_rows(free_rows(indices), self.request_pool, indices)
@@ -191,7 +193,7 @@ class World:
         batch = self._batch(clients, ends)
         batch.prefix_lens, batch.extend_lens = starts, [e - s for s, e in zip(starts, ends, strict=True)]
         batch.extend_num_tokens = sum(batch.extend_lens)
-        loc, _, _ = hooks.around_alloc_for_extend(allocation.alloc_for_extend, batch)
+        loc, _, _ = hooks.around_alloc_for_extend(unwrap(allocation.alloc_for_extend), batch)
         self.forward(clients, loc, list(zip(starts, ends, strict=True)))
         return loc
 

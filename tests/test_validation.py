@@ -1,5 +1,6 @@
 """Goal: what HiSparse cannot run with is refused before weights load. Method: SGLang's own ServerArgs and views."""
 
+import inspect
 import json
 import logging
 from collections.abc import Callable
@@ -85,10 +86,10 @@ def on_cuda() -> Any:
 
 @pytest.fixture
 def original() -> Callable[[Any], None]:
-    """SGLang's own check, unhooked."""
+    """SGLang's own check, unhooked also where other tests of this process have applied the hooks."""
     from sglang.srt.arg_groups import hisparse_hook
 
-    return hisparse_hook.validate_hisparse
+    return inspect.unwrap(hisparse_hook.validate_hisparse)
 
 
 @pytest.mark.usefixtures("on_cuda")

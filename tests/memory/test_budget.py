@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import unwrap
 from types import SimpleNamespace
 from typing import Any
 
@@ -174,7 +175,7 @@ def accepted_limits(world: World) -> tuple[int, int]:
         random_seed=0,
         device="cpu",
     )
-    info = after_get_worker_info(TpModelWorker.get_worker_info(worker), worker)
+    info = after_get_worker_info(unwrap(TpModelWorker.get_worker_info)(worker), worker)
     return info[4], info[5]
 
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
+from inspect import unwrap
 from types import SimpleNamespace
 from typing import Any
 
@@ -100,9 +101,9 @@ def hooked(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     state = SimpleNamespace(free=40 * GIB, host=4_000 * GIB)
     monkeypatch.setattr(sizing._Plan, "current", None)
     monkeypatch.setattr(sizing, "available_host_memory_bytes", lambda **_: state.host + 10 * GIB)
-    cell = DefaultPoolConfigurator._compute_dsa_indexer_cell_size
-    capacity = KVCacheConfigurator.logical_token_capacity
-    elide = kv_cache_configurator._should_elide_dsa_index_k
+    cell = unwrap(DefaultPoolConfigurator._compute_dsa_indexer_cell_size)
+    capacity = unwrap(KVCacheConfigurator.logical_token_capacity)
+    elide = unwrap(kv_cache_configurator._should_elide_dsa_index_k)
     monkeypatch.setattr(
         DefaultPoolConfigurator,
         "_compute_dsa_indexer_cell_size",
@@ -148,8 +149,11 @@ def test_cell_size_by_hand(
         assert DefaultPoolConfigurator(configurator)._cell_size == cell
 
 
-def test_without_the_hook_followers_are_charged() -> None:
+def test_without_the_hook_followers_are_charged(monkeypatch: pytest.MonkeyPatch) -> None:
     """Goal: the hook is needed. Method: SGLang's own cell for GLM-5.x counts index-K of all 78 layers."""
+    own = unwrap(DefaultPoolConfigurator._compute_dsa_indexer_cell_size)
+    monkeypatch.setattr(DefaultPoolConfigurator, "_compute_dsa_indexer_cell_size", own)
+    monkeypatch.setattr(factory, "_parse_sparse_config", unwrap(factory._parse_sparse_config))
     with published(4):
         assert DefaultPoolConfigurator(make_configurator(GLM, FP8))._cell_size == 78 * 656 + 78 * 132 * 4
 
