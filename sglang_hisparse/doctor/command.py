@@ -45,7 +45,6 @@ def all_findings(fast: bool) -> Iterator[Finding]:
     yield software.check_entry_point()
     yield software.check_plugin_list()
     yield software.check_hooks(fast)
-    yield software.check_cxx()
     try:
         from sglang_hisparse.doctor import gpus as gpu_checks
     except ImportError as problem:
@@ -53,7 +52,7 @@ def all_findings(fast: bool) -> Iterator[Finding]:
         return
     gpus = gpu_checks.visible_gpus()
     architecture = f"{gpus[0].capability[0]}.{gpus[0].capability[1]}a" if gpus else None
-    yield from software.check_cuda_kernels(architecture)
+    yield from software.check_kernels(architecture)
     yield from gpu_checks.check_gpus(gpus)
     yield gpu_checks.check_shared_memory(gpus)
     yield from _memory_findings(gpus)

@@ -6,6 +6,7 @@ Called by the command `check`. Imports SGLang in a process of its own only: its 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from sglang_hisparse.plugin import TESTED_SGLANG
 LEAST_PYTHON = (3, 11)
 GROUP, NAME, TARGET = "sglang.srt.plugins", "hisparse", "sglang_hisparse.plugin:register"
 HOOKS_TIMEOUT_SECONDS = 300
+HOPPER = "9.0a"
 
 _PROBE = """
 from sglang_hisparse.plugin import _why_not
@@ -94,28 +96,47 @@ def check_hooks(fast: bool) -> Finding:
     return error("hooks", (found or last)[-1], f"install SGLang {TESTED_SGLANG} unchanged")
 
 
-def check_cxx(environ: Mapping[str, str] = os.environ) -> Finding:
-    """Whether there is a C++ compiler: the CPU library and nvcc need one."""
-    name = environ.get("CXX", "c++")
-    path = shutil.which(name, path=environ.get("PATH"))
-    if path is None:
-        return error("C++ compiler", f"{name} not found", "install one (for example the package g++) or set CXX")
-    return ok("C++ compiler", path)
+def check_kernels(architecture: str | None, environ: Mapping[str, str] = os.environ) -> tuple[Finding, ...]:
+    """Whether the CUDA kernels are there or can be compiled. architecture None: no GPU tells it, Hopper's is taken.
 
+    Three lines: kernels, nvcc, C++ compiler. The compilers are not needed where a library was built ahead of time.
+    """
+    from sglang_hisparse.kernels import build, prebuilt
 
-def check_cuda_kernels(architecture: str | None) -> tuple[Finding, ...]:
-    """Whether the CUDA kernels can be built, and whether they are already. architecture None: no GPU tells it."""
-    from sglang_hisparse.kernels.build import cache_folder, cuda_home
-
-    built = sorted(folder.parent.name for folder in cache_folder().glob("hisparse_cuda_*/complete"))
     try:
-        compiler = ok("CUDA toolkit", f"nvcc in {cuda_home()}")
+        library = prebuilt.find(build.cuda_library(architecture or HOPPER))
+    except KernelBuildError as problem:
+        first, *remedy = re.split(r"\. Remedy: |; allowed: ", str(problem).splitlines()[0], maxsplit=1)
+        kernels = error(
+            "kernels", first, remedy[0] if remedy else "build them again: sglang-hisparse build --out FOLDER"
+        )
+        return kernels, *_compilers(architecture, environ, needed=True)
+    if library is not None:
+        return ok("kernels", f"prebuilt: {library}"), *_compilers(architecture, environ, needed=False)
+    cached = len(list(build.cache_folder().glob("hisparse_cuda_*/complete")))
+    if cached:
+        kernels = ok("kernels", f"{cached} in {build.cache_folder()}; one for other sources or flags is not used")
+    else:
+        command = "sglang-hisparse build" + ("" if architecture else f" --arch {HOPPER}")
+        remedy = f"the first start compiles them; `{command}` does it now"
+        kernels = warning("kernels", f"none in {build.cache_folder()}", remedy)
+    return kernels, *_compilers(architecture, environ, needed=True)
+
+
+def _compilers(architecture: str | None, environ: Mapping[str, str], *, needed: bool) -> tuple[Finding, Finding]:
+    from sglang_hisparse.kernels.build import cuda_home
+
+    try:
+        nvcc = ok("CUDA toolkit", f"nvcc in {cuda_home()}")
     except KernelBuildError as problem:
         # Where there is no GPU nothing is compiled for one, so that nothing is wrong yet.
         line = warning if architecture is None else error
-        compiler = line("CUDA toolkit", "nvcc not found", str(problem).partition(": ")[2])
-    where = f"{len(built)} in {cache_folder()}" if built else f"none in {cache_folder()}"
-    if built:
-        return compiler, ok("compiled kernels", f"{where}; one for other sources or flags is not used")
-    command = "sglang-hisparse build" + ("" if architecture else " --arch 9.0a")
-    return compiler, warning("compiled kernels", where, f"the first start compiles them; `{command}` does it now")
+        remedy = str(problem).partition(": ")[2]
+        nvcc = line("CUDA toolkit", "nvcc not found", remedy) if needed else ok("CUDA toolkit", "not found, not needed")
+    name = environ.get("CXX", "c++")
+    path = shutil.which(name, path=environ.get("PATH"))
+    if path is not None:
+        return nvcc, ok("C++ compiler", path)
+    if not needed:
+        return nvcc, ok("C++ compiler", "not found, not needed")
+    return nvcc, error("C++ compiler", f"{name} not found", "install one (for example the package g++) or set CXX")

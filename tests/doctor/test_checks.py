@@ -21,6 +21,8 @@ from sglang_hisparse.cli import app
 from sglang_hisparse.config import GIB
 from sglang_hisparse.doctor import command, gpus, host, software
 from sglang_hisparse.doctor.findings import Finding, Status, as_json, error, is_good, no_gpu, ok, table_of, warning
+from sglang_hisparse.errors import KernelBuildError
+from sglang_hisparse.kernels import build
 from sglang_hisparse.memory.host_memory import HostMemory, HostMemoryError
 
 H200 = gpus.Gpu(0, "NVIDIA H200", (9, 0), 140 * GIB, 227 << 10, 1)
@@ -46,7 +48,6 @@ def written(root: Path, files: dict[str, str]) -> Path:
         (software.check_plugin_list({"SGLANG_PLUGINS": ""}), Status.OK, "not set"),
         (software.check_plugin_list({"SGLANG_PLUGINS": "x, hisparse"}), Status.OK, "names hisparse"),
         (software.check_plugin_list({"SGLANG_PLUGINS": "x"}), Status.ERROR, "set it to x,hisparse"),
-        (software.check_cxx({"PATH": os.environ["PATH"], "CXX": "no-such-compiler"}), Status.ERROR, "no-such-compiler"),
         (host.check_memlock(-1), Status.OK, "unlimited"),
         (host.check_memlock(64 << 10), Status.WARNING, "ulimit -l unlimited"),
         (host.check_memlock(64 * GIB), Status.OK, "64.00 GiB"),
@@ -119,27 +120,51 @@ def test_a_probe_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "within 1 s" in software.check_hooks(fast=False).found
 
 
-def test_cuda_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Goal: nvcc and the cache are both looked at. Method: an empty and a filled cache, with and without a toolkit."""
+def test_compiled_kernels_and_compilers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: cache and compilers are looked at. Method: an empty and a filled cache, with and without a toolkit."""
     monkeypatch.setenv("SGLANG_HISPARSE_CACHE_DIR", str(tmp_path / "cache"))
     toolkit = written(tmp_path / "cuda", {"bin/nvcc": ""})
     monkeypatch.setenv("CUDA_HOME", str(toolkit))
-    compiler, kernels = software.check_cuda_kernels("9.0a")
-    assert (compiler.status, compiler.found) == (Status.OK, f"nvcc in {toolkit}")
+    kernels, nvcc, cxx = software.check_kernels("9.0a", {"PATH": os.environ["PATH"], "CXX": "no-such-compiler"})
+    assert (nvcc.status, nvcc.found) == (Status.OK, f"nvcc in {toolkit}")
     assert (kernels.status, "`sglang-hisparse build`" in kernels.remedy) == (Status.WARNING, True)
+    assert (cxx.status, cxx.found) == (Status.ERROR, "no-such-compiler not found")
     written(tmp_path / "cache" / "hisparse_cuda_0123", {"complete": ""})
-    assert software.check_cuda_kernels(None)[1].status is Status.OK
+    assert software.check_kernels(None)[0].status is Status.OK
 
-    from sglang_hisparse.errors import KernelBuildError
-    from sglang_hisparse.kernels import build
+    without_nvcc(monkeypatch)
+    lines = [software.check_kernels(architecture)[1] for architecture in ("9.0a", None)]
+    assert [line.status for line in lines] == [Status.ERROR, Status.WARNING]
+    assert lines[0].remedy == "install the CUDA toolkit"
+
+
+def without_nvcc(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without the CUDA toolkit."""
 
     def missing() -> Path:
         raise KernelBuildError("nvcc not found: install the CUDA toolkit")
 
     monkeypatch.setattr(build, "cuda_home", missing)
-    lines = [software.check_cuda_kernels(architecture)[0] for architecture in ("9.0a", None)]
-    assert [line.status for line in lines] == [Status.ERROR, Status.WARNING]
-    assert lines[0].remedy == "install the CUDA toolkit"
+
+
+def test_prebuilt_kernels_need_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: a production image passes without compilers. Method: a library of the right name, then one of other sources."""
+    monkeypatch.setenv("SGLANG_HISPARSE_PREBUILT_DIR", str(tmp_path))
+    without_nvcc(monkeypatch)
+    bare = {"PATH": str(tmp_path), "CXX": "no-such-compiler"}
+    wanted = build.cuda_library("9.0a")
+    library = tmp_path / wanted.file_name
+    library.touch()
+    lines = software.check_kernels("9.0a", bare)
+    assert [line.status for line in lines] == [Status.OK] * 3
+    assert str(library) in lines[0].found and "not needed" in lines[2].found
+    library.rename(tmp_path / wanted.file_name.replace(wanted.key, "0123456789abcdef"))
+    stale = software.check_kernels("9.0a", bare)
+    assert [line.status for line in stale] == [Status.ERROR] * 3
+    assert stale[0].found.endswith(f"(wanted: key {wanted.key})")
+    assert stale[0].remedy == f"build it again with `sglang-hisparse build --out {tmp_path}`, or remove it"
+    monkeypatch.setenv("SGLANG_HISPARSE_PREBUILT_DIR", str(tmp_path / "gone"))
+    assert software.check_kernels("9.0a", bare)[0].remedy == "one that holds built libraries"
 
 
 @pytest.mark.parametrize(
@@ -272,7 +297,9 @@ def test_the_command_by_its_exit_status(monkeypatch: pytest.MonkeyPatch, tmp_pat
     expected = 0 if written_lines["ok"] else 1
     assert result.exit_code == expected, result.output
     names = [line["check"] for line in written_lines["checks"]]
-    assert names[:6] == ["Python", "SGLang", "plugin", "SGLANG_PLUGINS", "hooks", "C++ compiler"]
+    assert names[:8] == [
+        "Python", "SGLang", "plugin", "SGLANG_PLUGINS", "hooks", "kernels", "CUDA toolkit", "C++ compiler",
+    ]  # fmt: skip
     assert {"locked memory (ulimit -l)", "available memory", "shared memory per block"} <= set(names)
     bad = error("SGLang", "not installed", "pip install it")
     monkeypatch.setattr(software, "check_sglang", lambda: bad)
@@ -289,4 +316,4 @@ def test_without_torch_the_rest_is_still_told(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(sys.modules, "sglang_hisparse.doctor.gpus", None)
     findings = list(command.all_findings(fast=True))
     assert (findings[-1].check, findings[-1].status) == ("torch", Status.ERROR)
-    assert len(findings) == 7
+    assert len(findings) == 6
