@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from sglang_hisparse.doctor.findings import Finding, as_json, error, is_good, no_gpu, table_of
+from sglang_hisparse.doctor.findings import Finding, as_json, error, is_good, no_gpu, table_of, warning
 
 
 def check(
@@ -56,7 +56,9 @@ def all_findings(fast: bool) -> Iterator[Finding]:
     yield from gpu_checks.check_gpus(gpus)
     yield gpu_checks.check_shared_memory(gpus)
     yield from _memory_findings(gpus)
-    if not (fast and gpus):
+    if fast and gpus:
+        yield warning("link bandwidth", "skipped (--fast)", "leave --fast out once on this machine")
+    else:
         yield from gpu_checks.check_link(gpus)
 
 
