@@ -84,7 +84,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("spilled_pages_total", Kind.COUNTER, "Pages whose device page was given up; their KV stays on the host."),
     Metric("promoted_pages_total", Kind.COUNTER, "Host-only pages brought back to the GPU."),
     Metric("failed_copies_total", Kind.COUNTER, "Pages whose copy to the host failed and was planned anew."),
-    Metric("rehomed_pages_total", Kind.COUNTER, "Device pages taken over from a resident duplicate of a host-only page."),
+    Metric(
+        "rehomed_pages_total", Kind.COUNTER, "Device pages taken over from a resident duplicate of a host-only page."
+    ),
     Metric(
         "mirror_backlog_pages",
         Kind.GAUGE,
@@ -135,7 +137,9 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("refusals_total", Kind.COUNTER, "Times that spilling could not make the device pages asked for."),
     # The audit (SGLANG_HISPARSE_AUDIT=1).
-    Metric("audited_rows_total", Kind.COUNTER, "Hot rows compared with their home on the host; 0 unless the audit is on."),
+    Metric(
+        "audited_rows_total", Kind.COUNTER, "Hot rows compared with their home on the host; 0 unless the audit is on."
+    ),
     Metric("audit_mismatches_total", Kind.COUNTER, "Audited rows that differed: each one is a bug."),
 )
 
@@ -165,9 +169,7 @@ class Exporter:
         self._counted: dict[tuple[str, str], float] = {}
         for metric in METRICS:
             own = [metric.label] if metric.label else []
-            family = make[metric.kind](
-                name=metric.full_name, documentation=metric.help, labelnames=[*labels, *own]
-            )
+            family = make[metric.kind](name=metric.full_name, documentation=metric.help, labelnames=[*labels, *own])
             for value in metric.values:
                 self._series[metric.name, value] = family.labels(**labels, **dict.fromkeys(own, value))
 
@@ -202,7 +204,7 @@ class Reporter:
         self._times: CopyTimes | None = None
         self._fetched: FetchedBytes | None = None
         self._refreshed = False
-        self._decode_intervals = 0
+        self._logged_interval = 0
         self._next_export = 0.0
         self._exported_rows: dict[str, float] = {}
         self._logged: tuple[float, Sample] | None = None
@@ -252,16 +254,17 @@ class Reporter:
             self._fetched.total()
             self._refreshed = True
 
-    def _interval_ended(self) -> bool:
-        return self._sglang.is_stats_logging_rank and self._interval() > self._decode_intervals
-
     def _interval(self) -> int:
-        intervals = self._sglang.forward_ct_decode // self._sglang.decode_log_interval
-        self._decode_intervals = min(self._decode_intervals, intervals)  # a flush makes SGLang count anew
-        return intervals
+        """Decode intervals that SGLang has reported."""
+        return self._sglang.forward_ct_decode // self._sglang.decode_log_interval
+
+    def _line_is_due(self) -> bool:
+        interval = self._interval()
+        self._logged_interval = min(self._logged_interval, interval)  # a flush makes SGLang count anew
+        return self._sglang.is_stats_logging_rank and interval > self._logged_interval
 
     def _is_due(self) -> bool:
-        return self._interval_ended() or (self._exporter is not None and self._clock() >= self._next_export)
+        return self._line_is_due() or (self._exporter is not None and self._clock() >= self._next_export)
 
     def _report(self) -> None:
         now, sample = self._clock(), gather(self._runtime, self._fetched)
@@ -270,8 +273,8 @@ class Reporter:
             sample["row_share"] = shares(sample["rows_total"], self._exported_rows)
             self._exported_rows = sample["rows_total"]
             self._exporter.publish(sample, self._times)
-        if self._interval_ended():
-            self._decode_intervals = self._interval()
+        if self._line_is_due():
+            self._logged_interval = self._interval()
             since, before = self._logged
             logger.info(decode_line(sample, before, now - since))
             self._logged = (now, sample)

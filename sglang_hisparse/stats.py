@@ -103,7 +103,9 @@ class CopyTimes:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._planned: dict[int, float] = {}  # id of a launch's last copy, the last to be complete -> when it was planned
+        self._planned: dict[
+            int, float
+        ] = {}  # id of a launch's last copy, the last to be complete -> when it was planned
         self._seconds: dict[str, list[float]] = {"enqueued": [], "completed": []}
 
     def measure(
@@ -152,7 +154,8 @@ def shares(rows: Mapping[str, float], before: Mapping[str, float]) -> dict[str, 
 def gather(runtime: HiSparseRuntime, fetched: FetchedBytes) -> Sample:
     """All that metrics.METRICS names, but what is derived from two samples or measured on its own.
 
-    CPU state, and device counts as copied by an earlier call. Of the order of 100 us for a million tokens.
+    CPU state, and device counts as copied by an earlier call. Under 2 ms for 256 requests of 64k tokens and ten million
+    logical tokens, measured on one slow core.
     """
     counts = runtime.counters()
     return {

@@ -10,8 +10,8 @@ import re
 from typing import Any
 
 import pytest
-from metrics import dashboard
 
+from metrics import dashboard
 from sglang_hisparse.metrics import METRICS, Kind, Metric
 
 

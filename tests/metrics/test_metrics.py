@@ -19,12 +19,12 @@ import torch
 
 pytest.importorskip("sglang")
 
-from runtime_world import Client, Sizes, World, make_world  # noqa: E402
+from runtime_world import Client, Sizes, World, make_world
 
-from sglang_hisparse import metrics  # noqa: E402
-from sglang_hisparse.metrics import METRICS, Exporter, Kind, Reporter, decode_line  # noqa: E402
-from sglang_hisparse.residency.types import PageTransfer  # noqa: E402
-from sglang_hisparse.stats import CopyTimes, FetchedBytes, gather, shares  # noqa: E402
+from sglang_hisparse import metrics
+from sglang_hisparse.metrics import METRICS, Exporter, Kind, Reporter, decode_line
+from sglang_hisparse.residency.types import PageTransfer
+from sglang_hisparse.stats import CopyTimes, FetchedBytes, gather, shares
 
 LABELS = {"model_name": "m", "tp_rank": 0}
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -164,7 +164,11 @@ def test_pools_and_requests_are_those_of_the_book(cpu_world: World) -> None:
     world.finish(full, checkpoint=False)
     world.finish(mixed, checkpoint=False)
     sample = gather(world.runtime, fetched)
-    assert set(sample["requests"].values()) == {0} and sample["hot_leases"] == {"": 0} and sample["device_demand"] == {"": 0}
+    assert (
+        set(sample["requests"].values()) == {0}
+        and sample["hot_leases"] == {"": 0}
+        and sample["device_demand"] == {"": 0}
+    )
     cached = 3 + 10  # full pages of the prompts, which the radix tree keeps
     assert sample["host_usage"][""] == pytest.approx(cached / world.residency.limits.num_logical_pages)
 

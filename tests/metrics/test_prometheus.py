@@ -25,12 +25,12 @@ import pytest
 
 pytest.importorskip("sglang")
 
-import requests  # noqa: E402
-from metrics import dashboard  # noqa: E402
-from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
+import requests
+from prometheus_client.parser import text_string_to_metric_families
 
-import sglang_hisparse  # noqa: E402
-from sglang_hisparse.metrics import METRICS, PREFIX, Kind  # noqa: E402
+import sglang_hisparse
+from metrics import dashboard
+from sglang_hisparse.metrics import METRICS, PREFIX, Kind
 
 TESTS = Path(__file__).parents[1]
 LABELS = {"model_name": "fake-dsa", "engine_type": "unified", "tp_rank": "0", "pp_rank": "0", "moe_ep_rank": "0"}
@@ -172,7 +172,10 @@ def test_endpoint_has_every_metric_with_type_and_labels(served: Served) -> None:
 def test_values_agree_with_each_other(served: Served) -> None:
     """Goal: figures are real. Method: identities of the engine at rest: pools add up, audit saw what was not resident."""
     values = {
-        (sample.name.removeprefix(PREFIX), *(sample.labels[key] for key in sample.labels if key not in LABELS)): sample.value
+        (
+            sample.name.removeprefix(PREFIX),
+            *(sample.labels[key] for key in sample.labels if key not in LABELS),
+        ): sample.value
         for family in text_string_to_metric_families(served.scrape())
         for sample in family.samples
         if sample.name.startswith(PREFIX)
