@@ -13,8 +13,7 @@ from sglang_hisparse.planning.model_shapes import CacheType, ModelShape, WeightT
 from sglang_hisparse.planning.planner import Choices, Deployment, Load, Planned, make_plan
 
 FOLDER = Path(__file__).parent.parent / "configs"
-# Settings are JSON objects of --hisparse-config; a dashboard lies in the same folder.
-PRESETS = sorted(path for path in FOLDER.glob("*.json") if not path.name.startswith("grafana"))
+PRESETS = sorted(FOLDER.glob("*.json"))
 
 
 @dataclass(frozen=True, slots=True)
