@@ -24,8 +24,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from sglang_hisparse.replay.comparison import COMMON, ORDERED_LRU, Outcome, compare, selections  # noqa: E402
-from sglang_hisparse.replay.profiles import PROFILES, CyclicProfile, RecencyProfile, ScoreProfile  # noqa: E402
+from sglang_hisparse.replay.comparison import COMMON, ORDERED_LRU, Outcome, compare, selections
+from sglang_hisparse.replay.profiles import PROFILES, CyclicProfile, RecencyProfile, ScoreProfile
 
 NUM_POSITIONS = 100_384
 TOP_K = 2048

@@ -95,18 +95,16 @@ def replay(
 
     Exit status 1 if a row was wrong or the protocol was broken, 2 if an option or a recording cannot be accepted.
     """
+    given = {"top_k": top_k, "buffer_size": buffer, "device_pages": device_pages}
+    sizes = {name: value for name, value in given.items() if value is not None and stream is None}
     options = ReplayOptions(
-        profile=profile.value, seed=seed, scale=scale, device=device, max_requests=requests,
-        device_pages=device_pages or _DEFAULTS.device_pages, host_to_device_ratio=ratio,
-        top_k=top_k or _DEFAULTS.top_k, buffer_size=buffer or _DEFAULTS.buffer_size, row_bytes=row_bytes, num_groups=groups,
-        layers_per_group=layers_per_group, min_context=min_context, max_context=max_context, max_output=max_output,
-        residency=residency.value, mirroring=mirroring.value,
+        profile=profile.value, seed=seed, scale=scale, device=device, max_requests=requests, host_to_device_ratio=ratio,
+        row_bytes=row_bytes, num_groups=groups, layers_per_group=layers_per_group, min_context=min_context,
+        max_context=max_context, max_output=max_output, residency=residency.value, mirroring=mirroring.value, **sizes,
     )  # fmt: skip
     recording = None
     if stream is not None:
-        options, recording = _recorded(
-            options, stream, partial=partial, top_k=top_k, buffer_size=buffer, device_pages=device_pages
-        )
+        options, recording = _recorded(options, stream, partial, **given)
     if policies:
         _compare(options, recording, json, plot)
     else:
@@ -116,8 +114,8 @@ def replay(
 def _recorded(
     options: ReplayOptions,
     path: Path,
-    *,
     partial: bool,
+    *,
     top_k: int | None,
     buffer_size: int | None,
     device_pages: int | None,

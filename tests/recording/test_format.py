@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
-from sglang_hisparse.cli import app
 from sglang_hisparse.recording import format as recording_format
 from sglang_hisparse.recording.format import FILE_HEAD, MAGIC, End, Header, RecordingError, Step, encode, pack, unpack
 from sglang_hisparse.recording.reader import read_recording
