@@ -28,7 +28,7 @@ def plan(
     host_memory_gib: Annotated[float, typer.Option(min=1, help="Host memory that is free on one machine.")] = 1024,
     dtype: Annotated[CacheType, typer.Option(help="Type of the KV cache.")] = _C.cache_type,
     tp: Annotated[int | None, typer.Option(min=1, help="Ranks of one server. Default: all GPUs.")] = None,
-    dp: Annotated[int, typer.Option(min=1, help="Of these, ranks with an attention of their own (--enable-dp-attention).")] = 1,
+    dp: Annotated[int, typer.Option(min=1, help="Of these, ranks with an attention of their own (--attn-dp-size).")] = 1,
     context: Annotated[int, typer.Option(min=1, help="Prompt tokens of a request.")] = _L.prompt_tokens,
     output: Annotated[int, typer.Option(min=1, help="Output tokens of a request.")] = _L.output_tokens,
     requests: Annotated[int | None, typer.Option(min=1, help="Requests wanted at once. Default: as many as fit.")] = None,

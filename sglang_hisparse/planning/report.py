@@ -40,7 +40,7 @@ def flags_of(planned: Planned) -> str:
     deployment = planned.deployment
     flags = [f"--tp-size {deployment.tp}"]
     if deployment.dp > 1:
-        flags.append(f"--dp-size {deployment.dp} --enable-dp-attention")
+        flags.append(f"--attn-dp-size {deployment.dp}")
     flags.append(f"--mem-fraction-static {deployment.mem_fraction:g}")
     flags.append(f"--max-running-requests {deployment.max_running_requests}")
     flags.append(f"--kv-cache-dtype {'bfloat16' if planned.choices.cache_type.value == 'bf16' else 'fp8_e4m3'}")

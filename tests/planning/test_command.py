@@ -52,7 +52,7 @@ def test_the_settings_are_accepted_and_each_has_its_reason() -> None:
     assert resolved.host_to_device_ratio == planned.memory.requested_ratio
     assert (resolved.device_buffer_size, resolved.host_pool_gib) == (4096, 90)
     assert set(reasons_of(planned)) == {*settings_of(planned), "--max-running-requests"}
-    assert "--enable-hisparse" in words and "--enable-dp-attention" in words
+    assert "--enable-hisparse" in words and "--attn-dp-size" in words
 
 
 @pytest.mark.parametrize(
