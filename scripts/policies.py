@@ -1,10 +1,10 @@
 """Miss rates of replacement policies on every locality profile, at full size: top_k 2048, a context of 100,384 tokens.
 
-Writes scripts/results/policies.json and policies.png. `turnover` is the replacement of the resolver itself (the CPU library
-resolves every step); the others are yardsticks. `index_score` is a model of a policy, not of a kernel: it evicts the row
-with the lowest current score, on the profiles that are made of scores. `lru_generator_order` is exact LRU that knows the
-order inside a step, which the recency profiles are made of and no indexer tells. Miss rates are shares of the selected
-positions, the mean of the seeds, without the first and the last steps.
+Writes scripts/results/policies.json and policies.png. `turnover` is the replacement of the resolver itself (the CPU
+library resolves every step); the others are yardsticks. `index_score` is a model of a policy, not of a kernel: it evicts
+the row with the lowest current score, on the profiles that are made of scores. `lru_generator_order` is exact LRU that
+knows the order inside a step, which the recency profiles are made of and no indexer tells. Miss rates are shares of the
+selected positions, the mean of the seeds, without the first and the last steps.
 
     python scripts/policies.py                   # about five minutes on two cores
     python scripts/policies.py --steps 300 --seeds 1 --profiles paper smA --folder /tmp/policies

@@ -132,7 +132,7 @@ class HiSparseConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             Meta(min_length=1),
             KeyText(
                 "path",
-                "record the positions that up to 8 requests at once select, to replay them later; a file of 1 GiB at most, "
+                "record the positions that up to 4 requests at once select, to replay them later; a file of 1 GiB at most, "
                 "an older one is replaced",
                 "no recording",
             ),

@@ -1,4 +1,4 @@
-"""The file of a recorded top-k stream: its frames, and how positions are packed. FORMAT.md beside this file describes it.
+"""The file of a recorded top-k stream: its frames, and how positions are packed. FORMAT.md beside it describes it.
 
 writer.py and reader.py call it. It knows bytes alone: no device, no server, no policy.
 """
@@ -46,9 +46,9 @@ class Header(msgspec.Struct, tag="header", tag_field="kind", frozen=True):
 class Step(msgspec.Struct, tag="step", tag_field="kind", frozen=True):
     """One decode step of the sampled requests that took part in it.
 
-    step: number of the decode step since the start. requests: numbers of the requests, unique in the file. seq_lens: tokens
-    of each, with the one that the step writes. counts: [groups][requests] positions of each set. positions: all sets,
-    group by group and in each request by request, as `pack` gives them.
+    step: number of the decode step since the start. requests: numbers of the requests, unique in the file. seq_lens:
+    tokens of each, with the one that the step writes. counts: [groups][requests] positions of each set. positions: all
+    sets, group by group and in each request by request, as `pack` gives them.
     """
 
     step: Count
@@ -88,7 +88,7 @@ def decode(payload: bytes) -> Frame:
 def pack(sets: np.ndarray, seq_lens: Sequence[int]) -> tuple[tuple[tuple[int, ...], ...], bytes]:
     """Counts [groups][requests] and packed positions of `sets` int32 [groups, requests, k].
 
-    Entries outside [0, seq_len), and repeats, are left out. The order inside a set is not kept: an indexer's has no meaning.
+    Entries outside [0, seq_len), and repeats, are left out. Order inside a set is not kept: an indexer's has no meaning.
     """
     limit = np.asarray(seq_lens, dtype=np.int64)[None, :, None]
     ordered = np.sort(np.where((sets >= 0) & (sets < limit), sets, -1), axis=-1)

@@ -1,9 +1,9 @@
-"""Reads and checks a recording. Called by the replay command and by tests; a file that is not whole is one clear error."""
+"""Reads and checks a recording. Called by the replay command and by tests; a file that is not whole is one error."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -64,14 +64,19 @@ class Recording:
                 found.setdefault(number, []).append((index, place, seq_len))
         return [RecordedRequest(number, *zip(*entries, strict=True)) for number, entries in found.items()]
 
-    def selections(self, request: RecordedRequest, group: int) -> Iterator[np.ndarray]:
-        """The request's sets in `group`, step by step."""
-        for step, place in zip(request.steps, request.places, strict=True):
-            yield self.positions(step, group, place)
+    def gather(self, wanted: Sequence[tuple[RecordedRequest, int]]) -> list[list[np.ndarray]]:
+        """All sets of each (request, group), step by step; every step is unpacked once."""
+        found: list[list[np.ndarray]] = [[] for _ in wanted]
+        places = [dict(zip(request.steps, request.places, strict=True)) for request, _ in wanted]
+        for step in range(len(self.steps)):
+            for (_, group), place, sets in zip(wanted, places, found, strict=True):
+                if step in place:
+                    sets.append(self.positions(step, group, place[step]))
+        return found
 
 
 def read_recording(path: Path, *, partial: bool = False) -> Recording:
-    """Read a whole recording. partial: take the whole steps of one that was not closed. Raises RecordingError, OSError."""
+    """Read a recording. partial: take the whole steps of one that was not closed. Raises RecordingError, OSError."""
     try:
         with path.open("rb") as file:
             return _read(file, partial)

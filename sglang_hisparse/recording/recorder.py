@@ -1,9 +1,10 @@
 """Records the selections of a running server: what `record_file` of --hisparse-config switches on.
 
-The runtime calls it on the scheduler's thread. Inside the decode graph `note` copies the sampled rows of a group's top-k to
-a buffer of fixed address; before the next forward they are copied aside on the forward stream, and from there to pinned
-memory on a stream of their own; a thread packs and writes them. Nothing here waits for the device on the scheduler's
-thread: a step that finds all places of the ring in use is dropped and counted. It must never change what it is given.
+The runtime calls it on the scheduler's thread. Inside the decode graph `note` copies the sampled rows of a group's top-k
+to a buffer of fixed address; before the next forward they are copied aside on the forward stream, and from there to
+pinned memory on a stream of their own; a thread packs and writes them. Nothing here waits for the device on the
+scheduler's thread: a step that finds all places of the ring in use is dropped and counted. It must never change what it
+is given.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_REQUESTS = 8  #: recorded at once; another one is taken when one of them ends
+MAX_REQUESTS = 4  #: recorded at once; another one is taken when one of them ends
 RING = 4  #: steps on their way to the file
 _CLOSE_SECONDS = 30.0
 
@@ -47,7 +48,7 @@ class _Sample:
 
 @dataclass(slots=True)
 class _Place:
-    """One place of the ring: int32 [groups, MAX_REQUESTS, top_k] on the device and on the host, and the copy's event."""
+    """A place of the ring: int32 [groups, MAX_REQUESTS, top_k] on the device and the host, and the copy's event."""
 
     on_device: torch.Tensor
     on_host: torch.Tensor

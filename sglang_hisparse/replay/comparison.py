@@ -1,8 +1,8 @@
 """Policies side by side on one stream of selections.
 
-Called by the replay command, by scripts/policies.py and by tests. It owns which policy names there are and how a miss rate
-is taken; it never changes what a step selects. The rows of a step reach the policies in random order, since the order in
-which an indexer lists its selection tells nothing of use.
+Called by the replay command, by scripts/policies.py and by tests. It owns which policy names there are and how a miss
+rate is taken; it never changes what a step selects. The rows of a step reach the policies in random order, since the order
+in which an indexer lists its selection tells nothing of use.
 """
 
 from __future__ import annotations

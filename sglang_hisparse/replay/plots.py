@@ -1,6 +1,6 @@
 """PNG files of a replay and of a policy comparison.
 
-Called by the replay command with series that are already computed; imports matplotlib when asked to draw, without a display.
+Called by the replay command with series that are already computed; imports matplotlib when asked to draw.
 """
 
 from __future__ import annotations
@@ -128,8 +128,13 @@ def plot_policies(outcomes: dict[str, list[Outcome]], folder: Path) -> list[Path
             for outcome in found:
                 if outcome.buffer == buffer:
                     percent = 100 * rolling_ratio(outcome.misses, outcome.selected)
-                    width = 2.2 if outcome.policy == "turnover" else 1.1
-                    panel.plot(percent, label=outcome.policy, linewidth=width)
+                    # The resolver's own lies on exact LRU: a broad line below the others shows both.
+                    broad = (
+                        {"linewidth": 5, "alpha": 0.4, "zorder": 1}
+                        if outcome.policy == "turnover"
+                        else {"linewidth": 1.1}
+                    )
+                    panel.plot(percent, label=outcome.policy, **broad)
             panel.set_ylabel(f"misses, %, buffer {buffer}")
             panel.set_ylim(bottom=0)
         panels[-1].set_xlabel("step of a request")

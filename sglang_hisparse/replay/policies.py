@@ -1,8 +1,8 @@
 """Replacement policies over a stream of selections: the yardsticks of the resolver's own, and the resolver itself.
 
-Called by comparison.py and by tests. Each policy is a cache of one request's rows; nothing here copies a row or knows pages.
-Set semantics, as the resolver has them: a step's hits are found first, victims are never rows that the step references, and
-every missed row is stored. Only `Turnover` shares code with the resolver: it is the resolver of the CPU library.
+Called by comparison.py and by tests. Each policy is a cache of one request's rows; nothing here copies a row or knows
+pages. Set semantics, as the resolver has them: a step's hits are found first, victims are never rows that the step
+references, and every missed row is stored. Only `Turnover` shares code with the resolver: it is that of the CPU library.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class IndexScoreCache(SlotCache):
 
 
 class Turnover:
-    """The resolver's own replacement: every step is one call of the CPU library, on a request that is on the host only."""
+    """The resolver's own replacement: a step is one call of the CPU library, for a request that is on the host only."""
 
     PAGE = 64
 

@@ -1,7 +1,7 @@
 """`sglang-hisparse replay --policies`: replacement policies side by side on a profile or on a recording.
 
-Called by command.py. It decides which streams are compared and shows what comparison.py finds; rates of several streams are
-taken over all their selections together.
+Called by command.py. It decides which streams are compared and shows what comparison.py finds; rates of several streams
+are taken over all their selections together.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WARM_UP_SHARE = 0.25  #: of the steps, which the warm rate leaves out
 
 
 class PolicyRow(msgspec.Struct):
-    """`miss_rate` without the first quarter of the steps, `cold_miss_rate` with it; shares of the selected positions."""
+    """`miss_rate` without the first quarter of the steps, `cold_miss_rate` with it; shares of selected positions."""
 
     profile: str
     buffer: int
@@ -103,16 +103,8 @@ def _profile_streams(options: ReplayOptions) -> list[_Stream]:
 
 def _recorded_streams(options: ReplayOptions, recording: Recording) -> list[_Stream]:
     pairs = [(request, group) for request in recording.requests() for group in range(len(recording.header.groups))]
-    return [
-        _Stream(
-            RECORDED,
-            _buffers(options),
-            COMMON,
-            len(request.steps),
-            lambda request=request, group=group: recorded_selections(recording, request, group),
-        )
-        for request, group in (pairs[index] for index in spread(len(pairs), MAX_STREAMS))
-    ]
+    chosen = recorded_selections(recording, [pairs[index] for index in spread(len(pairs), MAX_STREAMS)])
+    return [_Stream(RECORDED, _buffers(options), COMMON, len(sets), lambda sets=sets: iter(sets)) for sets in chosen]
 
 
 def _by_policy(several: list[list[Outcome]]) -> Iterator[tuple[Outcome, ...]]:

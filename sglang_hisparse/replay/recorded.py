@@ -1,14 +1,15 @@
 """Recordings as a load: the same selections that a server made, for the engine and for the policies.
 
-Built by command.py from a file that recording/reader.py has checked. The engine sees requests that arrive in the order of the
-recording and select, at each length, what they selected then; their text is made up. It must never change a selection.
+Built by command.py from a file that recording/reader.py has checked. The engine sees requests that arrive in the order
+of the recording and select, at each length, what they selected then; their text is made up. It must never change a
+selection.
 """
 
 from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -109,11 +110,9 @@ def recorded_options(
     return dataclasses.replace(options, host_to_device_ratio=max(options.host_to_device_ratio, ratio), **changed)
 
 
-def recorded_selections(recording: Recording, request: RecordedRequest, group: int) -> Iterator[Selection]:
-    """One stream for the policies."""
-    for positions in recording.selections(request, group):
-        if positions.size:
-            yield positions, None
+def recorded_selections(recording: Recording, wanted: Sequence[tuple[RecordedRequest, int]]) -> list[list[Selection]]:
+    """The streams of some (request, group) for the policies."""
+    return [[(positions, None) for positions in sets if positions.size] for sets in recording.gather(wanted)]
 
 
 def spread(total: int, wanted: int) -> list[int]:

@@ -63,7 +63,7 @@ def test_file_comes_back(recording: Path) -> None:
     for request, first in zip(read.requests(), (5, 100), strict=True):
         assert request.seq_lens == tuple(range(first, first + 6))
         for group in range(2):
-            for number, positions in enumerate(read.selections(request, group)):
+            for number, positions in enumerate(read.gather([(request, group)])[0]):
                 expected = unpack(step_of(number, (5 + number, 100 + number)))[group][request.number]
                 assert np.array_equal(positions, expected) and positions.size == min(8, request.seq_lens[number])
 

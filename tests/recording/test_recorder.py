@@ -1,4 +1,4 @@
-"""Goal: what the resolver was given is what the file holds, whatever comes and goes. Method: the recorder alone, and the runtime."""
+"""Goal: the file holds what the resolver was given, whatever comes and goes. Method: the recorder alone, the runtime."""
 
 from __future__ import annotations
 
