@@ -14,7 +14,7 @@ from harness.hisparse import engine_for, finish, plant, submit  # noqa: E402
 from harness.scenarios import random_life  # noqa: E402
 
 LOOPS = pytest.mark.parametrize("overlap", [False, True], ids=["plain-loop", "overlap-loop"])
-PROMPTS = [500, 620, 560, 700, 530, 610]
+PROMPTS = [500, 620, 560, 700, 610]
 
 
 @pytest.mark.parametrize(
@@ -30,16 +30,21 @@ PROMPTS = [500, 620, 560, 700, 530, 610]
         ("copy_fail:0.2,event_fail:0.2,copy_delay:3,copy_reorder:0.5,seed:3", "copy_fail"),
     ],
 )
-@pytest.mark.parametrize("mode", ["hybrid", "always_host"])
-def test_a_bad_link_changes_no_token(text: str, kind: str, mode: str) -> None:
-    """Goal: rows are right whatever happens to copies and events. Method: six requests where three fit, faulty link."""
-    with engine_for(mode=mode) as engine:
+def test_a_bad_link_changes_no_token(text: str, kind: str) -> None:
+    """Goal: rows are right whatever happens to copies and events. Method: five requests where three fit, faulty link.
+
+    That pages leave the device although every copy of the worker fails shows that the slow way serves.
+    """
+    with engine_for(mode="always_host" if kind == "copy_reorder" else "hybrid") as engine:
         seam = plant(engine, text)
-        handles = submit(engine, PROMPTS, 60)
+        handles = submit(engine, PROMPTS, 45)
         engine.run_until_idle()
         assert_outputs(handles)
         assert seam.fired[kind] > 0
         assert not any(handle.retractions for handle in handles), "a failed copy retracted a request"
+        counters = engine.coordinator.residency.counters
+        assert counters.pages_spilled > 20
+        assert (counters.copies_failed > 0) == (seam.fired["copy_fail"] + seam.fired["worker_dies"] > 0)
         finish(engine)
 
 
@@ -48,14 +53,14 @@ def test_eager_mirroring_rests_after_failures(overlap: bool) -> None:
     """Goal: a dead link is not hammered. Method: room for all, every copy fails; count attempts against forwards."""
     with engine_for(overlap=overlap, device_pages=64) as engine:
         seam = plant(engine, "worker_dies:@1")
-        handles = submit(engine, [400, 300], 200)
+        handles = submit(engine, [400, 300], 170)
         engine.run_until_idle()
         assert_outputs(handles)
         residency = engine.coordinator.residency
         assert residency.step > 150 and 3 <= seam.fired["worker_dies"] <= 12
         assert residency.counters.copies_failed > 0 and residency.num_dirty > 0
         plant(engine, "")
-        again = submit(engine, [400], 140, seed=9)
+        again = submit(engine, [400], 90, seed=9)
         engine.run_until_idle()
         assert_outputs(again)
         assert residency.num_dirty <= 1, "mirroring has not come back"
@@ -68,23 +73,23 @@ def test_refused_room_queues_or_retracts(text: str, overlap: bool) -> None:
     """Goal: a pool that says no has an answer. Method: refuse at the n-th question, and at random; requests go on."""
     with engine_for(overlap=overlap) as engine:
         seam = plant(engine, text)
-        handles = submit(engine, PROMPTS, 60)
+        handles = submit(engine, PROMPTS, 45)
         engine.run_until_idle()
         assert seam.fired["refuse"] > 0
         # SGLang gives up the last running request when even it is refused twice in a row.
         assert_outputs([handle for handle in handles if handle.finish_reason != "abort"])
         assert_prefix_of_reference(handles)
-        assert sum(handle.finish_reason == "length" for handle in handles) >= 4
+        assert sum(handle.finish_reason == "length" for handle in handles) >= 3
         finish(engine)
 
 
 @LOOPS
-@pytest.mark.parametrize("step", [1, 2, 3, 7, 20, 45])
+@pytest.mark.parametrize("step", [1, 3, 7, 30])
 def test_abort_at_the_nth_step(step: int, overlap: bool) -> None:
     """Goal: a client may leave at any step. Method: a random request is aborted at that step, the others end right."""
     with engine_for(overlap=overlap) as engine:
         seam = plant(engine, f"abort:@{step},seed:{step}")
-        handles = submit(engine, PROMPTS[:4], 50)
+        handles = submit(engine, PROMPTS[:4], 40)
         engine.run_until_idle()
         assert seam.fired["abort"] == 1
         assert [handle.finish_reason for handle in handles].count("abort") == 1
