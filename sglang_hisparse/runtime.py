@@ -24,7 +24,7 @@ from sglang_hisparse.layout import render
 from sglang_hisparse.memory.allocator import HiSparseAllocator
 from sglang_hisparse.memory.host_tier import HostTier
 from sglang_hisparse.memory.pool import HiSparsePool
-from sglang_hisparse.memory.sizing import plan_as_built
+from sglang_hisparse.memory.sizing import current_plan, plan_as_built
 from sglang_hisparse.metrics import Reporter
 from sglang_hisparse.recording.recorder import recorder_of
 from sglang_hisparse.residency import ResidencyCoordinator, ResidencyLimits, SpillPolicy
@@ -148,7 +148,8 @@ class HiSparseRuntime:
         self._scheduler, self.tree_cache = scheduler, scheduler.tree_cache
         scheduler.enable_hisparse = False
         self.hot.forget_counts()
-        if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+        first_rank = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+        if current_plan() is not None and first_rank:
             plan = plan_as_built(self.allocator.device_tokens, self.hot.hot_pages.shape[0])
             logger.info("HiSparse memory of each rank\n%s", render(plan))
         self.reporter.bind(scheduler)
