@@ -8,6 +8,7 @@ selected positions, the mean of the seeds, without the first and the last steps.
 
     python scripts/policies.py                   # about five minutes on two cores
     python scripts/policies.py --steps 300 --seeds 1 --profiles paper smA --folder /tmp/policies
+    python scripts/policies.py --spot-check --steps 300          # the GPU's resolver against the CPU's, step by step
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from sglang_hisparse.replay.comparison import COMMON, ORDERED_LRU, Outcome, compare, selections
+from sglang_hisparse.replay.policies import Turnover  # noqa: E402
 from sglang_hisparse.replay.profiles import PROFILES, CyclicProfile, RecencyProfile, ScoreProfile
 
 NUM_POSITIONS = 100_384
@@ -128,6 +130,25 @@ def show(rows: list[dict[str, str | int | float]]) -> float:
     )
 
 
+def spot_check(names: list[str], steps: int) -> int:
+    """Every profile and buffer through the resolver of the GPU and of the CPU: 1 if a step differs in its misses."""
+    wrong = 0
+    for name in names:
+        for buffer in BUFFERS:
+            stream = PROFILES[name].stream(
+                num_positions=NUM_POSITIONS, top_k=TOP_K, rng=np.random.default_rng(0), buffer_size=buffer
+            )
+            on_cpu, on_gpu, misses = Turnover(buffer), Turnover(buffer, "cuda"), 0
+            differing = 0
+            for positions, _ in selections(stream, steps):
+                expected = on_cpu.access(positions)
+                differing += on_gpu.access(positions) != expected
+                misses += expected
+            print(f"{name:<8}{buffer:>7}: {misses:,} misses in {steps} steps, {differing} steps differ on the GPU")
+            wrong += differing
+    return int(wrong > 0)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--profiles", nargs="+", choices=NAMES, default=list(NAMES))
@@ -135,7 +156,10 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--folder", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--spot-check", action="store_true", help="compare the resolvers of GPU and CPU, write nothing")
     arguments = parser.parse_args()
+    if arguments.spot_check:
+        return spot_check(arguments.profiles, arguments.steps)
     if arguments.steps <= WARM_UP + CUT_OFF:
         parser.error(f"--steps: {arguments.steps}; allowed: more than {WARM_UP + CUT_OFF}")
     rows = run_all(arguments.profiles, arguments.seeds, arguments.steps, arguments.jobs)

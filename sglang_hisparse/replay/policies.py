@@ -162,28 +162,33 @@ class IndexScoreCache(SlotCache):
 
 
 class Turnover:
-    """The resolver's own replacement: a step is one call of the CPU library, for a request that is on the host only."""
+    """The resolver's own replacement: a step is one call of it, for a request that is on the host only; nothing is copied.
+
+    device: "cpu", or "cuda" for the GPU's kernel.
+    """
 
     PAGE = 64
 
-    def __init__(self, buffer_size: int) -> None:
+    def __init__(self, buffer_size: int, device: str = "cpu") -> None:
         import torch
 
         from sglang_hisparse.kernels.resolver import HotGroupState
 
         if buffer_size % self.PAGE:
             raise ValueError(f"a hot buffer of {buffer_size} rows is no multiple of {self.PAGE}")
-        self._state = HotGroupState.allocate(1, buffer_size, "cpu")
-        self._lease = torch.arange(1, buffer_size // self.PAGE + 1, dtype=torch.int32)[None]
-        self._one = torch.ones(1, dtype=torch.int32)
-        self._slot = torch.zeros(1, dtype=torch.int64)
+        self._device = device
+        self._state = HotGroupState.allocate(1, buffer_size, device)
+        self._lease = torch.arange(1, buffer_size // self.PAGE + 1, dtype=torch.int32, device=device)[None]
+        self._one = torch.ones(1, dtype=torch.int32, device=device)
+        self._slot = torch.zeros(1, dtype=torch.int64, device=device)
+        self._bases = torch.zeros(1, dtype=torch.int64, device=device)
         self._grow(1)
 
     def _grow(self, num_pages: int) -> None:
         import torch
 
-        self._pages = torch.arange(1, num_pages + 1, dtype=torch.int32)[None]
-        self._page_table = torch.zeros(num_pages + 1, dtype=torch.int32)
+        self._pages = torch.arange(1, num_pages + 1, dtype=torch.int32, device=self._device)[None]
+        self._page_table = torch.zeros(num_pages + 1, dtype=torch.int32, device=self._device)
 
     def access(self, positions: np.ndarray, scores: np.ndarray | None = None) -> int:
         import torch
@@ -197,19 +202,19 @@ class Turnover:
         counters = self._state.header[0, FIRST_COUNTER : FIRST_COUNTER + len(COUNTER_NAMES)]
         before = counters.tolist()
         resolve(
-            top_k=torch.from_numpy(positions[None].astype(np.int32)),
+            top_k=torch.from_numpy(positions[None].astype(np.int32)).to(self._device),
             page_rows=self._pages,
-            seq_lens=torch.tensor([end]),
+            seq_lens=torch.tensor([end], device=self._device),
             req_slots=self._slot,
             num_real_rows=self._one,
             page_table=self._page_table,
             hot_pages=self._lease,
             group=self._state,
-            host_bases=torch.zeros(1, dtype=torch.int64),
-            device_bases=torch.zeros(1, dtype=torch.int64),
+            host_bases=self._bases,
+            device_bases=self._bases,
             row_bytes=16,
             page_size=self.PAGE,
-            out=torch.empty((1, positions.size), dtype=torch.int32),
+            out=torch.empty((1, positions.size), dtype=torch.int32, device=self._device),
             copy_method=CopyMethod.NONE,
         )
         grown = dict(
