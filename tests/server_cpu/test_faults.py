@@ -14,7 +14,8 @@ from harness.hisparse import engine_for, finish, plant, submit  # noqa: E402
 from harness.scenarios import random_life  # noqa: E402
 
 LOOPS = pytest.mark.parametrize("overlap", [False, True], ids=["plain-loop", "overlap-loop"])
-PROMPTS = [500, 620, 560, 700, 610]
+# Three of them fill the device; the fourth is admitted when the others can shrink, and then they must.
+PROMPTS = [500, 620, 560, 600, 610]
 
 
 @pytest.mark.parametrize(
@@ -43,7 +44,7 @@ def test_a_bad_link_changes_no_token(text: str, kind: str) -> None:
         assert seam.fired[kind] > 0
         assert not any(handle.retractions for handle in handles), "a failed copy retracted a request"
         counters = engine.coordinator.residency.counters
-        assert counters.pages_spilled > 20
+        assert counters.pages_spilled > 10 and counters.leases_acquired > 0
         assert (counters.copies_failed > 0) == (seam.fired["copy_fail"] + seam.fired["worker_dies"] > 0)
         finish(engine)
 
