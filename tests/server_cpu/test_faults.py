@@ -12,6 +12,7 @@ pytest.importorskip("sglang")
 from harness.checks import assert_outputs, assert_prefix_of_reference  # noqa: E402
 from harness.hisparse import engine_for, finish, plant, submit  # noqa: E402
 from harness.scenarios import random_life  # noqa: E402
+from sglang_hisparse.errors import InvariantError  # noqa: E402
 
 LOOPS = pytest.mark.parametrize("overlap", [False, True], ids=["plain-loop", "overlap-loop"])
 # Three of them fill the device; the fourth is admitted when the others can shrink, and then they must.
@@ -47,6 +48,16 @@ def test_a_bad_link_changes_no_token(text: str, kind: str) -> None:
         assert counters.pages_spilled > 10 and counters.leases_acquired > 0
         assert (counters.copies_failed > 0) == (seam.fired["copy_fail"] + seam.fired["worker_dies"] > 0)
         finish(engine)
+
+
+def test_the_slow_way_is_what_keeps_promises() -> None:
+    """Goal: the tests above bite. Method: the same life on a dead link without it ends at the first broken promise (I7)."""
+    with engine_for() as engine:
+        plant(engine, "worker_dies:@1")
+        engine.coordinator.worker.copy_now = None
+        submit(engine, PROMPTS, 45)
+        with pytest.raises(InvariantError, match="I7"):
+            engine.run_until_idle()
 
 
 @LOOPS
