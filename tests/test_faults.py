@@ -10,10 +10,11 @@ import torch
 
 pytest.importorskip("sglang")
 
-from runtime_world import World, make_world  # noqa: E402
-from sglang_hisparse.errors import ConfigError  # noqa: E402
-from sglang_hisparse.faults import FAULT_VARIABLE, FaultPlan, FaultSeam, Trigger, When  # noqa: E402
-from sglang_hisparse.residency.types import PageState, StepPlan  # noqa: E402
+from runtime_world import World, make_world
+
+from sglang_hisparse.errors import ConfigError
+from sglang_hisparse.faults import FAULT_VARIABLE, FaultPlan, FaultSeam, Trigger, When
+from sglang_hisparse.residency.types import PageState, StepPlan
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,11 @@ import pytest
 
 pytest.importorskip("sglang")
 
-from harness.checks import assert_outputs, assert_prefix_of_reference  # noqa: E402
-from harness.hisparse import engine_for, finish, plant, submit  # noqa: E402
-from harness.scenarios import random_life  # noqa: E402
-from sglang_hisparse.errors import InvariantError  # noqa: E402
+from harness.checks import assert_outputs, assert_prefix_of_reference
+from harness.hisparse import engine_for, finish, plant, submit
+from harness.scenarios import random_life
+
+from sglang_hisparse.errors import InvariantError
 
 LOOPS = pytest.mark.parametrize("overlap", [False, True], ids=["plain-loop", "overlap-loop"])
 # Three of them fill the device; the fourth is admitted when the others can shrink, and then they must.

@@ -13,14 +13,14 @@ import pytest
 
 pytest.importorskip("sglang")
 
-from harness.checks import (  # noqa: E402
+from harness.checks import (
     assert_outputs,
     assert_pools_empty,
     assert_prefix_of_reference,
     assert_residency_sound,
 )
-from harness.engine import Engine, Handle  # noqa: E402
-from harness.hisparse import PAGE, engine_for, finish, submit  # noqa: E402
+from harness.engine import Engine, Handle
+from harness.hisparse import PAGE, engine_for, finish, submit
 
 LOOPS = pytest.mark.parametrize("overlap", [False, True], ids=["plain-loop", "overlap-loop"])
 Moment = Callable[[Engine, Handle], bool]
@@ -253,7 +253,7 @@ def test_retraction_recomputes_at_most_a_page(mode: str, overlap: bool) -> None:
     for retractions in (0, 1):
         with engine_for(mode=mode, overlap=overlap) as engine:
             handles = submit(engine, [500, 620, 300], 70)
-            engine.run_until(lambda: min(len(handle.output) for handle in handles) >= 30)
+            engine.run_until(lambda handles=handles: min(len(handle.output) for handle in handles) >= 30)
             retracted = engine.retract() if retractions else 0
             assert_residency_sound(engine)
             engine.run_until_idle()

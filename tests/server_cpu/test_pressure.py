@@ -14,10 +14,10 @@ import pytest
 
 pytest.importorskip("sglang")
 
-from harness.checks import assert_outputs, assert_prefix_of_reference, assert_residency_sound  # noqa: E402
-from harness.engine import Engine, Handle  # noqa: E402
-from harness.hisparse import PAGE, engine_for, finish, submit  # noqa: E402
-from harness.soak import soak  # noqa: E402
+from harness.checks import assert_outputs, assert_prefix_of_reference, assert_residency_sound
+from harness.engine import Engine, Handle
+from harness.hisparse import PAGE, engine_for, finish, submit
+from harness.soak import soak
 
 LOOPS = pytest.mark.parametrize("overlap", [False, True], ids=["plain-loop", "overlap-loop"])
 MODES = pytest.mark.parametrize("mode", ["hybrid", "always_host"])
