@@ -8,7 +8,6 @@ no memory size, and never corrects a value silently: what it cannot accept is a 
 import difflib
 import enum
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -251,10 +250,6 @@ class ResolvedConfig:
     def eager(self) -> bool:
         """Whether pages are mirrored as soon as they are sealed."""
         return self.mirroring is Mirroring.EAGER
-
-    def watermark_pages(self, device_pages: int) -> tuple[int, int]:
-        """(low, high) in pages of a pool with `device_pages`, rounded up: spill below low, until high."""
-        return math.ceil(self.watermark_low * device_pages), math.ceil(self.watermark_high * device_pages)
 
     def summary(self) -> str:
         """One line for the log."""

@@ -222,14 +222,6 @@ def test_bounds_themselves_are_accepted() -> None:
     assert parse_config('{"host_to_device_ratio": 2.5}').resolve(V32).host_to_device_ratio == 2.5
 
 
-def test_watermarks_in_pages_are_ordered_and_rounded_up() -> None:
-    """Goal: a small pool still has a watermark. Method: figures for a large, a small and an empty pool."""
-    resolved = parse_config(None).resolve(V32)
-    assert resolved.watermark_pages(3125) == (63, 188)
-    assert resolved.watermark_pages(10) == (1, 1)
-    assert resolved.watermark_pages(0) == (0, 0)
-
-
 def test_an_ignored_setting_leaves_a_note() -> None:
     """Goal: swap_in_block_size is accepted but not silently. Method: the notes with and without it."""
     assert parse_config("{}").notes() == ()

@@ -27,8 +27,7 @@ class SpillPolicy:
     def __init__(self, coordinator: ResidencyCoordinator) -> None:
         self.coordinator = coordinator
         num_pages = coordinator.limits.num_device_pages
-        self.watermark_low_pages = int(coordinator.policy.watermark_low * num_pages)
-        self.watermark_high_pages = int(coordinator.policy.watermark_high * num_pages)
+        self.watermark_low_pages, self.watermark_high_pages = coordinator.policy.watermark_pages(num_pages)
 
     # -- before an allocation ---------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ a *slot* is SGLang's `req_pool_idx`. Page 0 of both kinds is the pad page and ne
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import NewType
@@ -133,6 +134,10 @@ class ResidencyPolicy:
     mirror_pages_per_step: int = 512
     promote_pages_per_step: int = 128
     mirror_lag_steps: int = 32  #: a forward waits for host copies enqueued this many forwards ago, so that they never pile up
+
+    def watermark_pages(self, num_device_pages: int) -> tuple[int, int]:
+        """(low, high) in pages of such a pool, rounded up, so that a small pool has a watermark too."""
+        return math.ceil(self.watermark_low * num_device_pages), math.ceil(self.watermark_high * num_device_pages)
 
 
 @dataclass(slots=True)

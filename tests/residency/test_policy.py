@@ -265,3 +265,11 @@ def test_always_host_on_a_full_device_funds_the_lease() -> None:
     stage.policy.tick()
     assert stage.coordinator.residency(1) is Residency.NONE
     check(stage.coordinator)
+
+
+def test_watermarks_are_rounded_up() -> None:
+    """Goal: a small pool still has a watermark. Method: figures for a large, a small and an empty pool."""
+    policy = ResidencyPolicy()
+    assert policy.watermark_pages(3125) == (63, 188)
+    assert policy.watermark_pages(10) == (1, 1)
+    assert policy.watermark_pages(0) == (0, 0)
