@@ -357,12 +357,12 @@ class HiSparseRuntime:
         return []
 
     def clear(self) -> None:
-        """Flush: drain the copies, forget every page; late acknowledgements find no transfer (I5)."""
+        """Flush: drain the copies, forget every page; late acknowledgements find no transfer (I5). Tags need no reset: those of
+        a slot are forgotten when it takes a lease."""
         self.worker.drain()
         self.residency.clear()
         self.worker.forget_all()
         self.reporter.forget_copies()
-        self.hot.forget_all()
         self._launch = None
 
     def destroy(self) -> None:

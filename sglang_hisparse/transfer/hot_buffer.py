@@ -120,9 +120,6 @@ class HotBuffers:
         """Forget all hot rows of `slots` (int64, on the device), in every group; ordered on the current stream."""
         self.state.reset(slots)
 
-    def forget_all(self) -> None:
-        """After a flush. Leases are zeroed by the worker; tags of a slot are forgotten again when it takes a lease."""
-
     def forget_counts(self) -> None:
         """Graph capture has resolved rows that no request asked for: count from here."""
         self.state.forget_counts()

@@ -20,6 +20,7 @@ import torch
 
 from sglang_hisparse.faults import FaultSeam
 from sglang_hisparse.kernels.page_copy import Direction, copy_pages
+from sglang_hisparse.kernels.resolver import apply_table_diff
 from sglang_hisparse.residency.types import LeaseChange, PageTransfer, StepPlan
 
 logger = logging.getLogger(__name__)
@@ -202,7 +203,7 @@ class TransferWorker:
             self.bytes_to_device += len(plan.promotions) * self.page_bytes * self.num_layers
         if plan.table:
             index, value = self._to_device(list(zip(*plan.table, strict=True)))
-            self.page_table[index.long()] = value
+            apply_table_diff(self.page_table, index, value)
         if plan.leases:
             self._apply_leases(plan.leases)
 
