@@ -6,7 +6,6 @@ no memory size, and never corrects a value silently: what it cannot accept is a 
 """
 
 import difflib
-import enum
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from sglang_hisparse.config_text import (
     shown_text,
 )
 from sglang_hisparse.errors import ConfigError
+from sglang_hisparse.residency.types import Mirroring, ResidencyMode
 
 # Slot numbers of a hot buffer are 15 bits wide in the resolver's tables.
 MAX_BUFFER_ROWS = 32768
@@ -37,20 +37,6 @@ GIB = 1 << 30
 
 _FLAG = "--hisparse-config"
 _EXAMPLE = '{"top_k": 2048, "device_buffer_size": 4096}'
-
-
-class Residency(str, enum.Enum):
-    """Where decode reads its rows: pages stay on the GPU while they fit, or leave it as soon as they are sealed."""
-
-    HYBRID = "hybrid"
-    ALWAYS_HOST = "always_host"
-
-
-class Mirroring(str, enum.Enum):
-    """When sealed pages are copied to the host: as they are sealed, or when free device pages run short."""
-
-    EAGER = "eager"
-    ON_PRESSURE = "on_pressure"
 
 
 class HiSparseConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -95,12 +81,12 @@ class HiSparseConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         | None
     ) = None
     residency: Annotated[
-        Residency,
+        ResidencyMode,
         KeyText(
             "",
             "`hybrid` keeps pages on the GPU while they fit; `always_host` gives them up once they are mirrored",
         ),
-    ] = Residency.HYBRID
+    ] = ResidencyMode.HYBRID
     mirroring: Annotated[
         Mirroring,
         KeyText(
@@ -223,7 +209,7 @@ class ResolvedConfig:
     page_size: int
     host_to_device_ratio: float | None
     host_pool_gib: float | None
-    residency: Residency
+    residency: ResidencyMode
     mirroring: Mirroring
     watermark_low: float
     watermark_high: float
@@ -244,7 +230,7 @@ class ResolvedConfig:
     @property
     def always_host(self) -> bool:
         """Whether pages leave the GPU as soon as they are mirrored."""
-        return self.residency is Residency.ALWAYS_HOST
+        return self.residency is ResidencyMode.ALWAYS_HOST
 
     @property
     def eager(self) -> bool:

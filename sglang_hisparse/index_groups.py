@@ -52,11 +52,6 @@ def index_groups(text_config: Any, *, layer_ids: Iterable[int] | None = None) ->
     return tuple(IndexGroup(leader, tuple(followers)) for leader, followers in groups)
 
 
-def group_of_layer(groups: Iterable[IndexGroup]) -> dict[int, int]:
-    """Layer number -> index of its group."""
-    return {layer: index for index, group in enumerate(groups) for layer in group.layers}
-
-
 def _reader(text_config: Any) -> Callable[[str], Any]:
     if isinstance(text_config, Mapping):
         return text_config.get

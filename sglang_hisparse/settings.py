@@ -10,7 +10,7 @@ from typing import Any
 
 from sglang_hisparse.config import ResolvedConfig
 from sglang_hisparse.errors import HiSparseError
-from sglang_hisparse.residency import Mirroring, ResidencyMode, ResidencyPolicy
+from sglang_hisparse.residency import ResidencyPolicy
 
 
 class _State:
@@ -72,8 +72,8 @@ def residency_policy(page_bytes_all_layers: int) -> ResidencyPolicy:
     """The knobs of the residency coordinator; byte budgets become pages of `page_bytes_all_layers`."""
     settings = resolved()
     return ResidencyPolicy(
-        mode=ResidencyMode(settings.residency.value),
-        mirroring=Mirroring(settings.mirroring.value),
+        mode=settings.residency,
+        mirroring=settings.mirroring,
         watermark_low=settings.watermark_low,
         watermark_high=settings.watermark_high,
         mirror_pages_per_step=max(1, settings.mirror_bytes_per_step // page_bytes_all_layers),

@@ -13,7 +13,7 @@ from sglang_hisparse.config import (
     HiSparseConfig,
     Mirroring,
     ModelFacts,
-    Residency,
+    ResidencyMode,
     describe,
     parse_config,
     reference_markdown,
@@ -143,7 +143,7 @@ def test_no_text_and_an_empty_object_give_the_documented_defaults() -> None:
     """Goal: defaults are what the reference says. Method: compare both texts with each other and with the values."""
     config = parse_config(None)
     assert config == parse_config("{}")
-    assert (config.residency, config.mirroring) == (Residency.HYBRID, Mirroring.EAGER)
+    assert (config.residency, config.mirroring) == (ResidencyMode.HYBRID, Mirroring.EAGER)
     assert (config.watermark_low, config.watermark_high) == (0.02, 0.06)
     assert (config.mirror_mib_per_step, config.promote_mib_per_step) == (256, 64)
     assert (config.top_k, config.device_buffer_size, config.host_to_device_ratio, config.host_pool_gib) == (None,) * 4

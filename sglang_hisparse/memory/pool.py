@@ -199,10 +199,6 @@ class HiSparsePool(HiSparseDSATokenToKVPool):
     def _translate_loc_to_hisparse_device(self, compressed_indices: torch.Tensor) -> torch.Tensor:
         return self.translate_loc_to_hisparse_device(compressed_indices)
 
-    def forget_write_rows(self) -> None:
-        """Drop the cached translation. Called when the page table changes between forwards; cheap, no device work."""
-        self._write_rows = None
-
     def _rows_of_forward(self, layer_id: int, loc: torch.Tensor) -> torch.Tensor:
         """Translate out_cache_loc once a forward: at the first layer, reused by the layers after it.
 

@@ -45,14 +45,14 @@ class Residency(Enum):
 
 
 class ResidencyMode(Enum):
-    """`residency` of the configuration."""
+    """`residency` of the configuration: pages stay on the GPU while they fit, or leave it as soon as they are mirrored."""
 
     HYBRID = "hybrid"
     ALWAYS_HOST = "always_host"
 
 
 class Mirroring(Enum):
-    """`mirroring` of the configuration."""
+    """`mirroring` of the configuration: sealed pages are copied as they are sealed, or when device pages run short."""
 
     EAGER = "eager"
     ON_PRESSURE = "on_pressure"
