@@ -6,9 +6,11 @@ no memory size, and never corrects a value silently: what it cannot accept is a 
 """
 
 import difflib
+import enum
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import Annotated, Any
 
 import msgspec
@@ -37,6 +39,13 @@ GIB = 1 << 30
 
 _FLAG = "--hisparse-config"
 _EXAMPLE = '{"top_k": 2048, "device_buffer_size": 4096}'
+
+
+class Eviction(Enum):
+    """Which rows leave a full hot buffer: those used longest ago, or those that the indexer scores lowest in this step."""
+
+    LRU = "lru"
+    INDEX_SCORE = "index_score"
 
 
 class HiSparseConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -95,6 +104,14 @@ class HiSparseConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             "`on_pressure` waits until device pages run short",
         ),
     ] = Mirroring.EAGER
+    eviction: Annotated[
+        Eviction,
+        KeyText(
+            "",
+            "`lru` gives up the hot rows that were used longest ago; `index_score` those that the indexer scores lowest "
+            "in the same step, which misses less and takes 2 more bytes per hot row and index group",
+        ),
+    ] = Eviction.LRU
     watermark_low: Annotated[
         float, Meta(ge=0, lt=1), KeyText("fraction of device pages", "pages are spilled when fewer than this are free")
     ] = 0.02
@@ -165,6 +182,7 @@ class HiSparseConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             host_pool_gib=self.host_pool_gib,
             residency=self.residency,
             mirroring=self.mirroring,
+            eviction=self.eviction,
             watermark_low=self.watermark_low,
             watermark_high=self.watermark_high,
             mirror_bytes_per_step=self.mirror_mib_per_step * MIB,
@@ -216,6 +234,7 @@ class ResolvedConfig:
     mirror_bytes_per_step: int
     promote_bytes_per_step: int
     record_file: str | None = None
+    eviction: Eviction = Eviction.LRU
 
     @property
     def hot_pages(self) -> int:
@@ -237,14 +256,19 @@ class ResolvedConfig:
         """Whether pages are mirrored as soon as they are sealed."""
         return self.mirroring is Mirroring.EAGER
 
+    @property
+    def evicts_by_score(self) -> bool:
+        """Whether the indexer's scores of the step say which hot rows leave."""
+        return self.eviction is Eviction.INDEX_SCORE
+
     def summary(self) -> str:
         """One line for the log."""
         ratio = "derived from host memory" if self.host_to_device_ratio is None else f"{self.host_to_device_ratio:g}"
         cap = "" if self.host_pool_gib is None else f", at most {self.host_pool_gib:g} GiB pinned per rank"
         return (
             f"top_k {self.top_k}, hot buffer {self.device_buffer_size} rows ({self.hot_pages} pages), ratio {ratio}"
-            f"{cap}, residency {self.residency.value}, mirroring {self.mirroring.value}, watermarks "
-            f"{self.watermark_low:g}/{self.watermark_high:g}"
+            f"{cap}, residency {self.residency.value}, mirroring {self.mirroring.value}, eviction {self.eviction.value}, "
+            f"watermarks {self.watermark_low:g}/{self.watermark_high:g}"
         )
 
 

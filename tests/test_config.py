@@ -49,6 +49,7 @@ REFUSED = [
     ('{"residency": "hybird"}', 'residency: "hybird" is not a known word; allowed: "hybrid" or "always_host"'),
     ('{"residency": null}', 'residency: null is not allowed; allowed: "hybrid" or "always_host"'),
     ('{"mirroring": 1}', 'mirroring: 1 is an integer; allowed: "eager" or "on_pressure"'),
+    ('{"eviction": "score"}', 'eviction: "score" is not a known word; allowed: "lru" or "index_score"'),
     ('{"watermark_low": NaN}', "watermark_low: NaN is not a finite number; allowed: a number >= 0 and < 1"),
     ('{"watermark_low": -0.1}', "watermark_low: -0.1 is below 0; allowed: a number >= 0 and < 1"),
     ('{"watermark_high": 1}', "watermark_high: 1 is not below 1; allowed: a number >= 0 and < 1"),
