@@ -10,11 +10,13 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from sglang_hisparse.config import DEFAULT_PAGE_SIZE, GIB, ModelFacts, ResolvedConfig, parse_config
 from sglang_hisparse.config_text import refuse
 from sglang_hisparse.index_groups import index_groups
+from sglang_hisparse.recording.writer import check_record_file
 
 logger = logging.getLogger(__name__)
 
@@ -117,6 +119,8 @@ def validate_server_args(view: Any, original: Callable[[Any], None] | None = Non
     _check_model(model_config)
     _check_pool_resize(view)
     resolved = resolve_settings(view.hisparse_config, model_config, page_size=view.page_size)
+    if resolved.record_file is not None:
+        check_record_file(Path(resolved.record_file))
     if original is not None:
         original(_radix_lifted(view))
     for note in config.notes():

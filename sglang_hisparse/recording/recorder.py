@@ -22,9 +22,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_hisparse import __version__, settings
-from sglang_hisparse.errors import ConfigError
 from sglang_hisparse.recording.format import Header, Step, pack
-from sglang_hisparse.recording.writer import MAX_FILE_BYTES, RecordingWriter
+from sglang_hisparse.recording.writer import MAX_FILE_BYTES, RecordingWriter, cannot_write
 
 if TYPE_CHECKING:
     from sglang_hisparse.runtime import HiSparseRuntime
@@ -76,10 +75,8 @@ class TopKRecorder(NoRecorder):
         """Raises ConfigError where the file cannot be written."""
         try:
             self._writer = RecordingWriter(path, header, max_bytes)
-        except OSError as error:
-            raise ConfigError(
-                f"record_file: {path} cannot be written ({error.strerror}); allowed: a file in a folder that is there"
-            ) from None
+        except OSError as problem:
+            cannot_write(path, problem)
         self._path = path
         self._device = torch.device(device)
         self._on_gpu = self._device.type == "cuda"

@@ -1,12 +1,52 @@
-"""Writes a recording, frame by frame. Called by the recorder's thread; it touches one file and no device."""
+"""Writes a recording, frame by frame, and says beforehand whether that can be done.
+
+Called by the recorder's thread, and by validation before weights load; it touches one file and no device.
+"""
 
 from __future__ import annotations
 
+import json
+import tempfile
 from pathlib import Path
+from typing import NoReturn
 
+from sglang_hisparse.errors import ConfigError
 from sglang_hisparse.recording.format import FILE_HEAD, MAGIC, VERSION, End, Header, Step, encode
 
 MAX_FILE_BYTES = 1 << 30
+
+
+def check_record_file(path: Path) -> None:
+    """Raise ConfigError unless a recording can be written to `path`. A file that is there is left as it is.
+
+    In an empty place a file without a name is made, never `path` itself: another rank may be recording to it already.
+    """
+    try:
+        if path.is_dir():
+            _refuse(path, "is a folder")
+        if not path.parent.is_dir():
+            _refuse(path, "is in a folder that is not there")
+        if path.exists() and not path.is_file():
+            _refuse(path, "is no regular file")
+        if path.exists():
+            path.open("r+b").close()
+        else:
+            tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as problem:
+        cannot_write(path, problem)
+
+
+def cannot_write(path: Path, problem: OSError) -> NoReturn:
+    """Raise the ConfigError of a file that the system will not open for writing."""
+    _refuse(path, f"cannot be written ({problem.strerror})")
+
+
+def _refuse(path: Path, why: str) -> NoReturn:
+    # In full, unlike other values: the end of a path tells more than its beginning.
+    raise ConfigError(
+        f"record_file: {json.dumps(str(path))} {why}; allowed: a file, new or to be replaced, in a folder that can be "
+        "written to"
+    ) from None
 
 
 class RecordingWriter:

@@ -150,8 +150,8 @@ def test_full_file_ends_the_recording_not_the_server(tmp_path: Path, caplog: pyt
     assert "the file has reached its largest size" in caplog.text
 
 
-def test_impossible_path_is_a_setting_that_is_refused(tmp_path: Path) -> None:
-    """Goal: one clear error at start. Method: a folder that is not there."""
+def test_a_folder_that_goes_away_after_the_check_is_refused_too(tmp_path: Path) -> None:
+    """Goal: the recorder's own error is the setting's. Method: a folder that is not there, the check left out."""
     with pytest.raises(ConfigError, match="record_file: .* cannot be written"):
         TopKRecorder(tmp_path / "nowhere" / "trace.topk", HEADER, "cpu")
 
