@@ -128,6 +128,28 @@ class HiSparseConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         Meta(ge=0, le=1 << 20),
         KeyText("MiB", "most bytes brought back to the GPU in one step of decoding; 0 switches this off"),
     ] = 64
+    prefill_scratch_tokens: (
+        Annotated[
+            int,
+            Meta(ge=0, le=1 << 30),
+            KeyText(
+                "tokens",
+                "longest request whose prefill may read rows from the host tier: two layers of that many rows stay "
+                "reserved on the GPU; 0 switches this off, and no request may then be longer than the device pool",
+                "the longest context, but at most 5 % of the cache's GPU memory",
+            ),
+        ]
+        | None
+    ) = None
+    stream_extend_tokens: Annotated[
+        int,
+        Meta(ge=0, le=1 << 30),
+        KeyText(
+            "tokens",
+            "a request with at most this many new tokens reads a prefix that is mostly on the host from there, layer by "
+            "layer; with more, the prefix is brought back to the GPU first",
+        ),
+    ] = 1024
     record_file: (
         Annotated[
             str,
@@ -187,6 +209,8 @@ class HiSparseConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             watermark_high=self.watermark_high,
             mirror_bytes_per_step=self.mirror_mib_per_step * MIB,
             promote_bytes_per_step=self.promote_mib_per_step * MIB,
+            prefill_scratch_tokens=self.prefill_scratch_tokens,
+            stream_extend_tokens=self.stream_extend_tokens,
             record_file=self.record_file,
         )
 
@@ -234,6 +258,8 @@ class ResolvedConfig:
     mirror_bytes_per_step: int
     promote_bytes_per_step: int
     record_file: str | None = None
+    prefill_scratch_tokens: int | None = None
+    stream_extend_tokens: int = 1024
     eviction: Eviction = Eviction.LRU
 
     @property
