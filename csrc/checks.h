@@ -8,6 +8,7 @@
 
 namespace hisparse {
 
+using tvm::ffi::Optional;
 using tvm::ffi::TensorView;
 
 inline bool is_int(const TensorView& t, int bits) {
@@ -66,7 +67,34 @@ inline int64_t row_stride(const TensorView& t) { return t.size(0) > 1 ? t.stride
 
 struct ResolveTensors {
   TensorView top_k, page_rows, seq_lens, req_slots, num_real_rows, page_table, hot_pages, tags, stamps, header, host_bases, device_bases, out;
+  Optional<TensorView> slot_pages, scores;
 };
+
+// What eviction by score needs besides the rest; called when p is otherwise complete.
+inline void add_scores(const ResolveTensors& t, const Expected& like, ResolveParams& p) {
+  if (t.slot_pages.has_value()) {
+    const TensorView& pages = t.slot_pages.value();
+    check_place(pages, {"slot_pages", 2, like.device, like.device_id});
+    TVM_FFI_CHECK(pages.dtype().code == kDLUInt && pages.dtype().bits == 16, TypeError) << "slot_pages must be uint16";
+    check_size("slot_pages rows", pages.size(0), p.num_slots);
+    check_size("slot_pages columns", pages.size(1), p.buffer_size);
+    TVM_FFI_CHECK(row_stride(pages) % 4 == 0, ValueError) << "the hot state must come from HotGroupState.allocate: its rows are read as vectors";
+    TVM_FFI_CHECK(p.max_pages <= kMaxRequestPages, ValueError)
+        << "page_rows has " << p.max_pages << " columns; with slot_pages at most " << kMaxRequestPages;
+    p.slot_pages = static_cast<uint16_t*>(pages.data_ptr());
+    p.slot_pages_stride = row_stride(pages);
+  }
+  if (!t.scores.has_value()) return;
+  const TensorView& scores = t.scores.value();
+  check_place(scores, {"scores", 2, like.device, like.device_id});
+  TVM_FFI_CHECK(scores.dtype().code == kDLFloat && scores.dtype().bits == 32, TypeError) << "scores must be float32";
+  TVM_FFI_CHECK(p.slot_pages != nullptr, ValueError) << "scores need a hot state with slot_pages";
+  TVM_FFI_CHECK(scores.size(0) <= INT32_MAX && scores.size(1) <= INT32_MAX, ValueError) << "scores has too many elements a side";
+  p.scores = static_cast<const float*>(scores.data_ptr());
+  p.scores_stride = row_stride(scores);
+  p.score_rows = static_cast<int32_t>(scores.size(0));
+  p.score_columns = static_cast<int32_t>(scores.size(1));
+}
 
 inline ResolveParams make_resolve_params(const ResolveTensors& t, int64_t row_bytes, int64_t host_row_bytes, int64_t page_size,
                                          int64_t cluster_blocks, int64_t copy_method, bool translated_pages, bool overlap_launch) {
@@ -147,6 +175,7 @@ inline ResolveParams make_resolve_params(const ResolveTensors& t, int64_t row_by
   p.copy_method = static_cast<int32_t>(copy_method);
   p.translated_pages = translated_pages;
   p.overlap_launch = overlap_launch;
+  add_scores(t, expect("", 2), p);
   return p;
 }
 

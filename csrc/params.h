@@ -8,6 +8,7 @@ namespace hisparse {
 constexpr int kMaxTopK = 2048;        // entries of one row: two per thread of a 1,024-thread block
 constexpr int kMaxBufferSize = 32768;  // slot numbers use 15 bits, the sixteenth marks a miss rank
 constexpr int kMaxLayers = 64;
+constexpr int kMaxRequestPages = 65536;  // where slot_pages are kept, which are 16 bits wide
 
 // Columns of the header, int32 [num_slots, 32] (one 128-byte line per request slot and index group).
 enum HeaderColumn : int {
@@ -37,6 +38,8 @@ struct ResolveParams {
   int32_t* tags;                 // [num_slots, buffer_size] logical id held by a slot, -1 = empty; rows start 16-byte aligned
   uint8_t* stamps;               // [num_slots, buffer_size] stamp of last use; rows start 16-byte aligned
   int32_t* header;               // [num_slots, kHeaderColumns]
+  uint16_t* slot_pages;          // [num_slots, buffer_size] position / page_size of the row a slot holds; null: nobody asks
+  const float* scores;           // [score_rows, score_columns] by position, the indexer's own of this step; null: LRU
   const int64_t* host_bases;     // [layers] address of host row 0 of each layer of the group
   const int64_t* device_bases;   // [layers] address of device row 0 of each layer of the group
   int32_t* out;                  // [rows, k] device row or -1; never aliases top_k
@@ -45,12 +48,15 @@ struct ResolveParams {
   int64_t hot_pages_stride;
   int64_t tags_stride;
   int64_t stamps_stride;
+  int64_t slot_pages_stride;
+  int64_t scores_stride;
   int64_t out_stride;
   int64_t host_row_bytes;  // distance between host rows (>= row_bytes, a multiple of 16)
   int32_t rows, k, max_pages;
   int32_t num_logical_pages, num_slots, num_hot_pages, buffer_size;
   int32_t layers, row_bytes;  // row_bytes is a multiple of 16
   int32_t page_shift;         // page_size == 1 << page_shift
+  int32_t score_rows, score_columns;
   int32_t wide_seq_lens, wide_req_slots;
   int32_t cluster_blocks;  // blocks that share one row's copies: 1, 2, 4 or 8; 0 lets the launcher choose
   int32_t copy_method;     // CopyMethod

@@ -2,7 +2,10 @@
 // It follows the same rules for ranks, ages and victims, so both libraries give the same numbers for the same inputs;
 // it shares no code with the kernels beyond params.h and the argument checks.
 #include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <limits>
+#include <tuple>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -37,6 +40,7 @@ class RowResolver {
  private:
   struct Wanted {
     int32_t host_row;
+    int32_t page;  // of the request, from the first entry that names the row
     int32_t slot = -1;
     std::vector<int32_t> entries;
   };
@@ -45,6 +49,7 @@ class RowResolver {
     header_ = reinterpret_cast<uint32_t*>(p_.header + slot * kHeaderColumns);
     tags_ = p_.tags + slot * p_.tags_stride;
     stamps_ = p_.stamps + slot * p_.stamps_stride;
+    slot_pages_ = p_.slot_pages == nullptr ? nullptr : p_.slot_pages + slot * p_.slot_pages_stride;
     lease_ = p_.hot_pages + slot * p_.hot_pages_stride;
   }
 
@@ -60,7 +65,7 @@ class RowResolver {
       if (kind == Kind::kResident) out_[i] = target;
       if (kind != Kind::kHostOnly) continue;
       const auto [place, is_new] = seen.emplace(target, wanted_.size());
-      if (is_new) wanted_.push_back({target});
+      if (is_new) wanted_.push_back({target, positions[i] >> p_.page_shift});
       wanted_[place->second].entries.push_back(i);
       wanted_entries_++;
     }
@@ -111,14 +116,19 @@ class RowResolver {
     errors_ += failed;
   }
 
-  using Candidates = std::vector<std::pair<int32_t, int32_t>>;  // (negative age class, slot)
+  struct Candidate {
+    uint32_t score_key;  // 0 where no score decides, and of empty slots
+    int32_t age_class;   // negative: the oldest come first
+    int32_t slot;
+  };
+  using Candidates = std::vector<Candidate>;
 
   // Marks hits and returns the other slots.
   Candidates match_slots(uint8_t now) {
     Candidates order;
     for (int32_t slot = 0; slot < p_.buffer_size; slot++) {
       if (tags_[slot] < 0) {
-        order.emplace_back(-kAgeUnits - 1, slot);
+        order.push_back({0, -kAgeUnits - 1, slot});
         continue;
       }
       const auto hit = index_.find(tags_[slot]);
@@ -126,25 +136,41 @@ class RowResolver {
         wanted_[hit->second].slot = slot;
         stamps_[slot] = now;
       } else {
-        order.emplace_back(-std::min<int32_t>(static_cast<uint8_t>(now - stamps_[slot]), kAgeUnits), slot);
+        order.push_back({score_key(slot), -std::min<int32_t>(static_cast<uint8_t>(now - stamps_[slot]), kAgeUnits), slot});
       }
     }
     return order;
   }
 
-  // The oldest classes leave; within the last class slots of small numbers. Misses take them in this order: slots of the
-  // classes that leave whole, by number, then those of the last class, by number.
-  static std::vector<int32_t> choose_victims(Candidates& candidates, int32_t misses) {
-    std::sort(candidates.begin(), candidates.end());
+  // A key in the order of the scores, above 0. A row without a score, or with one that is no number, counts as minus infinity.
+  uint32_t score_key(int32_t slot) const {
+    if (p_.scores == nullptr) return 0;
+    const int64_t position = (int64_t{slot_pages_[slot]} << p_.page_shift) + (tags_[slot] & ((1 << p_.page_shift) - 1));
+    float score = -std::numeric_limits<float>::infinity();
+    if (row_ < p_.score_rows && position < p_.score_columns && position < index_at(p_.seq_lens, row_, p_.wide_seq_lens))
+      score = p_.scores[row_ * p_.scores_stride + position];
+    if (std::isnan(score)) score = -std::numeric_limits<float>::infinity();
+    if (score == 0) score = 0;  // of the two zeros the positive one
+    uint32_t bits;
+    std::memcpy(&bits, &score, sizeof bits);
+    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+  }
+
+  // The lowest scores leave, where there are scores, then the oldest classes, then slots of small numbers. Misses take them by
+  // number; without scores those of the last class come last.
+  std::vector<int32_t> choose_victims(Candidates& candidates, int32_t misses) const {
+    std::sort(candidates.begin(), candidates.end(), [](const auto& a, const auto& b) {
+      return std::tie(a.score_key, a.age_class, a.slot) < std::tie(b.score_key, b.age_class, b.slot);
+    });
     candidates.resize(std::min<size_t>(candidates.size(), misses));
     if (candidates.empty()) return {};
-    const int32_t last_class = candidates.back().first;
+    const int32_t last_class = p_.scores == nullptr ? candidates.back().age_class : 1;
     std::sort(candidates.begin(), candidates.end(), [&](const auto& a, const auto& b) {
-      return std::pair(a.first == last_class, a.second) < std::pair(b.first == last_class, b.second);
+      return std::pair(a.age_class == last_class, a.slot) < std::pair(b.age_class == last_class, b.slot);
     });
     std::vector<int32_t> slots;
     slots.reserve(candidates.size());
-    for (const auto& [age_class, slot] : candidates) slots.push_back(slot);
+    for (const Candidate& candidate : candidates) slots.push_back(candidate.slot);
     return slots;
   }
 
@@ -155,6 +181,7 @@ class RowResolver {
       std::memcpy(target, source, p_.row_bytes);
     }
     tags_[want.slot] = want.host_row;
+    if (slot_pages_ != nullptr) slot_pages_[want.slot] = static_cast<uint16_t>(want.page);
     stamps_[want.slot] = now;
   }
 
@@ -168,6 +195,7 @@ class RowResolver {
   uint32_t* header_ = nullptr;
   int32_t* tags_ = nullptr;
   uint8_t* stamps_ = nullptr;
+  uint16_t* slot_pages_ = nullptr;
   const int32_t* lease_ = nullptr;
   bool slot_exists_ = false;
   int32_t resident_ = 0, errors_ = 0, wanted_entries_ = 0;
@@ -182,10 +210,11 @@ void require_cpu(const TensorView& t, const char* what) {
 void resolve(TensorView top_k, TensorView page_rows, TensorView seq_lens, TensorView req_slots, TensorView num_real_rows,
              TensorView page_table, TensorView hot_pages, TensorView tags, TensorView stamps, TensorView header, TensorView host_bases,
              TensorView device_bases, TensorView out, int64_t row_bytes, int64_t host_row_bytes, int64_t page_size,
-             int64_t cluster_blocks, int64_t copy_method, bool translated_pages, bool overlap_launch) {
+             int64_t cluster_blocks, int64_t copy_method, bool translated_pages, bool overlap_launch, Optional<TensorView> slot_pages,
+             Optional<TensorView> scores) {
   require_cpu(top_k, "resolve");
   const ResolveTensors tensors{top_k, page_rows, seq_lens, req_slots, num_real_rows, page_table, hot_pages,
-                               tags,  stamps,    header,   host_bases, device_bases, out};
+                               tags,  stamps,    header,   host_bases, device_bases, out,           slot_pages, scores};
   const ResolveParams params = make_resolve_params(tensors, row_bytes, host_row_bytes, page_size, cluster_blocks, copy_method,
                                                    translated_pages, overlap_launch);
   for (int64_t row = 0; row < params.rows; row++) RowResolver(params, row).run();

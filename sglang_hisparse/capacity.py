@@ -67,7 +67,9 @@ def hot_shape(num_slots: int, num_groups: int, resolved: ResolvedConfig, max_pag
         num_slots=num_slots,
         buffer_rows=resolved.device_buffer_size,
         num_groups=num_groups,
-        state_bytes=HotGroupState.bytes(num_slots, resolved.device_buffer_size),
+        state_bytes=HotGroupState.bytes(
+            num_slots, resolved.device_buffer_size, evicts_by_score=resolved.evicts_by_score
+        ),
         result_rows=resolved.top_k + max_pages,
     )
 

@@ -27,18 +27,23 @@ class HotGroup:
 
     tags: logical id whose row the slot holds, -1 empty. stamps: turnover stamp of the last use. header: columns 0 to 2
     generations and clock, 4 to 7 counters (resident entries, hot entries, fetched rows, failed entries; modulo 2**32).
+    slot_pages uint16 [num_slots, B], or None unless rows are evicted by score: page of the request that a held row is of.
     """
 
     tags: torch.Tensor
     stamps: torch.Tensor
     header: torch.Tensor
+    slot_pages: torch.Tensor | None = None
 
 
 class HotGroupState:
     """State of `num_groups` index groups; `state[g]` is a HotGroup. With one group its views are attributes here too."""
 
-    def __init__(self, tags: torch.Tensor, stamps: torch.Tensor, header: torch.Tensor) -> None:
-        self._groups = [HotGroup(*views) for views in zip(tags, stamps, header, strict=True)]
+    def __init__(
+        self, tags: torch.Tensor, stamps: torch.Tensor, header: torch.Tensor, slot_pages: torch.Tensor | None = None
+    ) -> None:
+        pages = [None] * len(tags) if slot_pages is None else slot_pages
+        self._groups = [HotGroup(*views) for views in zip(tags, stamps, header, pages, strict=True)]
         self._headers = header  # [num_groups, num_slots, 32]
         self._seen = torch.zeros(
             (header.shape[0], header.shape[1], len(COUNTER_NAMES)), dtype=torch.int32, pin_memory=header.is_cuda
@@ -49,19 +54,31 @@ class HotGroupState:
 
     @classmethod
     def allocate(
-        cls, num_slots: int, buffer_size: int, device: torch.device | str, num_groups: int = 1
+        cls,
+        num_slots: int,
+        buffer_size: int,
+        device: torch.device | str,
+        num_groups: int = 1,
+        *,
+        evicts_by_score: bool = False,
     ) -> HotGroupState:
-        """Empty state of `num_slots` request slots with `buffer_size` rows each, in each of `num_groups` groups."""
+        """Empty state of `num_slots` request slots with `buffer_size` rows each, in each of `num_groups` groups.
+
+        evicts_by_score: `resolve` may be given scores.
+        """
         shape = (num_groups, num_slots, _padded(buffer_size))
         tags = torch.full(shape, -1, dtype=torch.int32, device=device)[..., :buffer_size]
         stamps = torch.zeros(shape, dtype=torch.uint8, device=device)[..., :buffer_size]
         header = torch.zeros((num_groups, num_slots, HEADER_COLUMNS), dtype=torch.int32, device=device)
-        return cls(tags, stamps, header)
+        if not evicts_by_score:
+            return cls(tags, stamps, header)
+        return cls(tags, stamps, header, torch.zeros(shape, dtype=torch.uint16, device=device)[..., :buffer_size])
 
     @staticmethod
-    def bytes(num_slots: int, buffer_size: int) -> int:
+    def bytes(num_slots: int, buffer_size: int, *, evicts_by_score: bool = False) -> int:
         """Device bytes of one group."""
-        return num_slots * (_padded(buffer_size) * (4 + 1) + HEADER_COLUMNS * 4)
+        bytes_per_slot = 4 + 1 + 2 * evicts_by_score
+        return num_slots * (_padded(buffer_size) * bytes_per_slot + HEADER_COLUMNS * 4)
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -80,6 +97,10 @@ class HotGroupState:
     @property
     def header(self) -> torch.Tensor:
         return self._only().header
+
+    @property
+    def slot_pages(self) -> torch.Tensor | None:
+        return self._only().slot_pages
 
     def reset(self, slots: torch.Tensor) -> None:
         """Forget all tags of `slots` (int64 [n], same device) in every group; a few bytes, on the current stream, no sync.

@@ -43,6 +43,7 @@ class _State(Protocol):
     tags: torch.Tensor
     stamps: torch.Tensor
     header: torch.Tensor
+    slot_pages: torch.Tensor | None
 
 
 def resolve(
@@ -65,6 +66,7 @@ def resolve(
     copy_method: CopyMethod = CopyMethod.LOADS,
     translated_pages: bool = False,
     overlap_launch: bool = False,
+    scores: torch.Tensor | None = None,
 ) -> None:
     """Write the device row of every selected position to `out`; rows that are neither resident nor hot are fetched first.
 
@@ -76,7 +78,11 @@ def resolve(
     (default row_bytes), a device row every `row_bytes` (a multiple of 16). out int32 [rows, k], not top_k itself.
     All tensors are on one device. cluster_blocks: blocks per row, 0 = automatic. translated_pages: page_rows come from
     `translate_pages`. overlap_launch: let the launch overlap the end of the kernel ahead in the stream (programmatic dependent
-    launch); the call still reads nothing before that kernel has ended.
+    launch); the call still reads nothing before that kernel has ended. scores float32 [any rows, any columns], any row stride:
+    what the indexer gave each position in this step; the group then has slot_pages, and max_pages is at most 65536. With
+    scores, of the hot rows that this step does not read those with the lowest score leave, ties the longest unused first; a
+    position beyond the scores or the sequence, and a score that is no number, count as minus infinity. Without, the rows
+    leave that are longest unused.
 
     An entry is answered with -1 if it is a hole or in a padded row; and, counted as failed, if its position is not below the
     sequence length, its page is no logical page, or it is host-only while the slot has no lease. Failed entries of a slot
@@ -106,6 +112,8 @@ def resolve(
         int(copy_method),
         translated_pages,
         overlap_launch,
+        group.slot_pages,
+        scores,
     )
 
 
