@@ -15,36 +15,31 @@ The spill transaction of one page, with the call that makes each move:
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from sglang_hisparse.errors import InvariantError
 from sglang_hisparse.residency.device_pages import DevicePages, Owner
+from sglang_hisparse.residency.host_copies import HostCopies, MirrorSink
 from sglang_hisparse.residency.page_book import PageBook
 from sglang_hisparse.residency.types import (
     LeaseChange,
     PageState,
-    PageTransfer,
     Promotion,
+    PAD_PAGE,
     Residency,
-    ResidencyCounters,
     ResidencyLimits,
     ResidencyPolicy,
     StepPlan,
+    StreamPlan,
 )
 
 # As plain numbers: an enum's attribute costs more than the comparison, and these run per page and step.
 _FREE, _OPEN, _DIRTY, _MIRRORING, _CLEAN, _HOST = (int(state) for state in PageState)
 
-# After n failures in a row, eager mirroring rests for 2^n forwards, at most this many.
-MAX_BACKOFF_STEPS = 64
 
-MirrorSink = Callable[[list[PageTransfer]], Iterable[int]]
-
-
-class ResidencyCoordinator:
+class ResidencyCoordinator(HostCopies):
     """Page states, leases and the spill transaction.
 
     `mirror_sink` puts copies on the copy stream at once and returns the ids that it acknowledges as enqueued; the others
@@ -58,21 +53,9 @@ class ResidencyCoordinator:
         device_pages: DevicePages,
         mirror_sink: MirrorSink,
     ) -> None:
+        super().__init__(policy, PageBook(limits), mirror_sink)
         self.limits = limits
-        self.policy = policy
         self.device_pages = device_pages
-        self.book = PageBook(limits)
-        self.counters = ResidencyCounters()
-        self.step = 0  # forwards launched so far
-        self._mirror_sink = mirror_sink
-        self._next_transfer_id = 1
-        self._transfers: dict[int, int] = {}  # id -> logical page, until completed
-        self._completed_early: dict[int, int] = {}  # id -> logical page, completed and not yet acknowledged as enqueued
-        self._in_flight: dict[int, int] = {}  # logical page -> host writes not completed (R7)
-        self._dirty: dict[int, None] = {}  # DIRTY pages in the order of sealing
-        self._enqueued_at: deque[tuple[int, int]] = deque()  # (step, newest id enqueued in it), not yet waited for
-        self.failures_in_row = 0  # rounds of copies that failed since one did not
-        self._rest_until = 0  # step before which eager mirroring rests
         self.hot_lease: dict[int, list[int]] = {}  # slot -> device pages
         self._reset_plan()
 
@@ -89,29 +72,38 @@ class ResidencyCoordinator:
         """
         self.book.clear()
         self.device_pages.clear()
-        self._transfers.clear()
-        self._completed_early.clear()
-        self._in_flight.clear()
-        self._dirty.clear()
-        self._enqueued_at.clear()
+        self._forget_copies()
         self.hot_lease.clear()
         self._reset_plan()
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
     def attach(
-        self, slot: int, prefix_pages: Sequence[int], *, final_pages: int, prompt_pages: int = 0, prefilling: bool = True
+        self,
+        slot: int,
+        prefix_pages: Sequence[int],
+        *,
+        final_pages: int,
+        prompt_pages: int = 0,
+        prefilling: bool = True,
+        streamed: bool = False,
     ) -> None:
         """A request takes `slot`, with the prefix pages it shares. All its pages are held while it is being prefilled.
 
-        `prompt_pages` and `final_pages` are what it will have at the end of its prefill and at its own end: the admission
-        ledger counts with them (`PageBook.committed_pages`).
+        `prompt_pages`: device pages that its prefill needs at worst, without the one to grow into (all of its prompt, unless it
+        is streamed); `final_pages`: pages at its own end. The admission ledger counts with them (`PageBook.committed_pages`). `streamed`: its extends read host-only
+        pages through the scratch, so it holds a lease from now on, and no page but those that are still being written; room
+        for the lease has been made.
         """
+        if streamed and not self.acquire_lease(slot):
+            raise InvariantError(f"I7: request slot {slot} was promised a hot lease and too few device pages are free")
         self.book.open_slot(slot, prefilling=prefilling, prompt_pages=prompt_pages, final_pages=final_pages)
         self.book.map_pages(slot, prefix_pages)
         self.book.sealed[slot] = len(prefix_pages)
         if not prefilling:
             self._hold_tail_only(slot)
+        elif streamed:
+            self.book.set_held_from(slot, len(prefix_pages))
 
     def append(self, slot: int, pages: Sequence[int]) -> bool:
         """New logical pages for the slot's next tokens, each with a device page. False: too few device pages are free."""
@@ -150,6 +142,8 @@ class ResidencyCoordinator:
             if ended[index]:
                 book.prefilling[slot] = False
                 self._hold_tail_only(slot)
+            elif book.streams(slot):
+                book.set_held_from(slot, int(book.sealed[slot]))
 
     def unmap(self, slot: int, start: int, end: int) -> list[int]:
         """Take positions [start, end) out of the slot's row, before they are freed; returns the pages that were there."""
@@ -200,10 +194,6 @@ class ResidencyCoordinator:
             self._dirty.pop(page, None)
             self.book.give_back(page)
 
-    def is_landing_target(self, page: int) -> bool:
-        """False while a host write of an earlier owner may still land in the page's host rows (R7)."""
-        return not self._in_flight.get(page)
-
     def _set_device_page(self, page: int, device_page: int) -> None:
         self.book.device_page[page] = device_page
         self._table_changes[page] = None
@@ -227,115 +217,6 @@ class ResidencyCoordinator:
 
     def _hold_tail_only(self, slot: int) -> None:
         self.book.set_held_from(slot, max(0, int(self.book.num_pages[slot]) - self.limits.tail_pages))
-
-    # -- mirror -----------------------------------------------------------------------------------------------------
-
-    def mirror(self, pages: Iterable[int]) -> None:
-        """Plan host copies of DIRTY pages and put them on the copy stream. Others are passed over."""
-        transfers = []
-        for page in pages:
-            if self.book.state[page] != _DIRTY:
-                continue
-            transfer_id = self._next_transfer_id
-            self._next_transfer_id += 1
-            self.book.state[page] = _MIRRORING
-            self.book.transfer[page] = transfer_id
-            self._dirty.pop(page, None)
-            self._transfers[transfer_id] = page
-            self._in_flight[page] = self._in_flight.get(page, 0) + 1
-            transfers.append(PageTransfer(transfer_id, page, int(self.book.device_page[page])))
-        if transfers:
-            self.counters.pages_mirrored += len(transfers)
-            self.on_enqueued(self._mirror_sink(transfers))
-
-    def mirror_backlog(self, limit: int) -> list[int]:
-        """The oldest DIRTY pages, at most `limit`."""
-        return [page for page, _ in zip(self._dirty, range(limit))]
-
-    @property
-    def link_rests(self) -> bool:
-        """Whether copies have failed so recently that only pressure should try again."""
-        return self.step < self._rest_until
-
-    @property
-    def num_dirty(self) -> int:
-        return len(self._dirty)
-
-    @property
-    def has_transfers(self) -> bool:
-        """Whether a host copy is planned or under way: the system is not idle (R29)."""
-        return bool(self._transfers)
-
-    def on_enqueued(self, transfer_ids: Iterable[int]) -> None:
-        """These copies are on the copy stream: every later writer of their device pages is ordered behind them."""
-        for transfer_id in transfer_ids:
-            early = self._completed_early.pop(transfer_id, None)
-            page = self._transfers.get(transfer_id, early)
-            if page is None or self.book.transfer[page] != transfer_id:
-                self.counters.stale_acknowledgements += 1
-                continue
-            self.book.enqueued[page] = True
-            self.failures_in_row = 0
-            self._note_enqueued(transfer_id)
-            if early is not None:
-                self._publish(page)
-
-    def _note_enqueued(self, transfer_id: int) -> None:
-        marks = self._enqueued_at
-        if marks and marks[-1][0] == self.step:
-            transfer_id = max(transfer_id, marks.pop()[1])
-        marks.append((self.step, transfer_id))
-
-    def on_completed(self, transfer_ids: Iterable[int]) -> None:
-        """These copies have been observed to be complete: their host pages may be read by the CPU."""
-        for transfer_id in transfer_ids:
-            page = self._transfers.pop(transfer_id, None)
-            if page is None:
-                self.counters.stale_acknowledgements += 1
-                continue
-            self._land(page)
-            if self.book.transfer[page] != transfer_id:
-                self.counters.stale_acknowledgements += 1
-            elif self.book.enqueued[page]:
-                self._publish(page)
-            else:
-                # Other ranks may not have seen it yet; a page becomes releasable by *enqueued*, on all ranks at once.
-                self._completed_early[transfer_id] = page
-
-    def _publish(self, page: int) -> None:
-        """The host copy of `page` is complete."""
-        self.book.forget_transfer(page)
-        if self.book.state[page] == _MIRRORING:
-            self.book.state[page] = _CLEAN
-
-    def on_failed(self, transfer_ids: Iterable[int]) -> None:
-        """These copies never reached the copy stream: their pages are DIRTY again and will be planned anew, by pressure at
-        once, by eager mirroring after a rest that grows with each failure."""
-        failed_before = self.counters.copies_failed
-        for transfer_id in transfer_ids:
-            page = self._transfers.pop(transfer_id, None)
-            if page is None:
-                self.counters.stale_acknowledgements += 1
-                continue
-            self._land(page)
-            if self.book.transfer[page] != transfer_id:
-                continue
-            if self.book.state[page] != _MIRRORING or self.book.enqueued[page]:
-                raise InvariantError(f"I1: transfer {transfer_id} of page {page} failed after it was enqueued")
-            self.book.forget_transfer(page)
-            self.book.state[page] = _DIRTY
-            self._dirty[page] = None
-            self.counters.copies_failed += 1
-        if self.counters.copies_failed > failed_before:
-            self.failures_in_row += 1
-            self._rest_until = self.step + min(2**self.failures_in_row, MAX_BACKOFF_STEPS)
-
-    def _land(self, page: int) -> None:
-        left = self._in_flight[page] - 1
-        if left:
-            self._in_flight[page] = left
-        else:
-            del self._in_flight[page]
 
     # -- spill, promote, lease --------------------------------------------------------------------------------------
 
@@ -396,18 +277,29 @@ class ResidencyCoordinator:
 
     def take_plan(self) -> StepPlan:
         """Everything that the next forward must find done on its stream; the plan is empty when nothing changed."""
-        while self._enqueued_at and self._enqueued_at[0][0] <= self.step - self.policy.mirror_lag_steps:
-            # Nothing depends on this copy. Waiting for it is what slows prefill down to a link that is behind.
-            self._wait_transfer_id = max(self._wait_transfer_id, self._enqueued_at.popleft()[1])
         plan = StepPlan(
             step=self.step,
-            wait_transfer_id=self._wait_transfer_id,
+            wait_transfer_id=max(self._wait_transfer_id, self._overdue_transfer()),
             promotions=tuple(Promotion(page, device_page) for page, device_page in self._promotions.items()),
             table=tuple((page, int(self.book.device_page[page])) for page in self._table_changes),
             leases=tuple(LeaseChange(slot, tuple(self.hot_lease.get(slot, ()))) for slot in self._lease_changes),
         )
         self._reset_plan()
         return plan
+
+    def plan_stream(self, slots: Sequence[int]) -> StreamPlan | None:
+        """Where the coming extend of `slots` finds its pages, each page once; None when all of them are resident.
+
+        Asked after `take_plan`: host rows and device pages are those that the forward stream has then.
+        """
+        book = self.book
+        rows = [book.pages(slot) for slot in slots]
+        if not any((book.state[row] == _HOST).any() for row in rows):
+            return None
+        pages = np.unique(np.concatenate(rows))
+        on_host = book.state[pages] == _HOST
+        resident = pages[~on_host & (pages != PAD_PAGE)]
+        return StreamPlan(pages[on_host], resident, book.device_page[resident])
 
     def residency(self, slot: int) -> Residency:
         """FULL: no page is host-only; NONE: no page beyond the held tail is resident; MIXED: between."""

@@ -111,10 +111,11 @@ def _check_slots(coordinator: ResidencyCoordinator) -> None:
     _require(book.leased != leases, "R19: the lease mark of a request slot and its lease disagree")
     traces = (book.num_pages != 0) | (book.held_from != 0) | (book.sealed != 0) | book.prefilling | book.leased
     _require(~book.live & traces, "R12: a request slot that was released keeps traces of its request")
-    wanted = np.where(book.prefilling, 0, np.maximum(book.num_pages - limits.tail_pages, 0))
+    streams = book.prefilling & book.leased
+    wanted = np.where(book.prefilling, np.where(streams, book.sealed, 0), np.maximum(book.num_pages - limits.tail_pages, 0))
     _require(
         book.live & (book.held_from != wanted),
-        "R19: a request slot does not hold exactly its tail, or all while prefilling",
+        "R19: a request slot does not hold exactly its tail, all while prefilling, or what a streamed prefill has not sealed",
     )
     _require(book.sealed > book.num_pages, "I1: more pages of a request slot are sealed than it has")
 

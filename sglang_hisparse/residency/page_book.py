@@ -7,7 +7,8 @@ All of it is CPU state: no scheduler decision reads a device tensor (rules R1 an
 Ownership of a request's pages, by index into its row, for a slot with n pages:
 
     [0, held_from)   may leave the device (if sealed, and if every user has a lease)
-    [held_from, n)   held: the tail of a decoding request, everything of a request that is being prefilled
+    [held_from, n)   held: the tail of a decoding request, everything of a request that is being prefilled; of one whose
+                     prefill is streamed, the pages that are not sealed yet
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import numpy as np
 
 from sglang_hisparse.errors import InvariantError
 from sglang_hisparse.residency.types import NO_TRANSFER, PAD_PAGE, PageState, ResidencyLimits
-
 
 # As plain numbers: an enum's attribute costs more than the comparison, and these run per page and step.
 _DIRTY, _MIRRORING, _CLEAN, _HOST = (int(state) for state in list(PageState)[PageState.DIRTY :])
@@ -45,7 +45,7 @@ class PageBook:
         self.live = np.zeros(slots, dtype=bool)
         self.prefilling = np.zeros(slots, dtype=bool)
         self.leased = np.zeros(slots, dtype=bool)
-        self.prompt_pages = np.zeros(slots, dtype=np.int64)  # pages at the end of its prefill
+        self.prompt_pages = np.zeros(slots, dtype=np.int64)  # device pages that its prefill needs, but for one to grow into
         self.final_pages = np.zeros(slots, dtype=np.int64)  # pages at the end of the request, an upper estimate
         self._free: list[int] = []
         self.clear()
@@ -169,6 +169,10 @@ class PageBook:
         """Keep `pages` on the device (+1), or let them go again (-1): a batch's prefixes while it is being allocated."""
         np.add.at(self.holds, np.asarray(pages, dtype=np.int32), sign)
 
+    def streams(self, slot: int) -> bool:
+        """Whether the slot is being prefilled by extends that may read host-only pages: only those hold a lease by then."""
+        return bool(self.prefilling[slot] and self.leased[slot])
+
     # -- page facts -------------------------------------------------------------------------------------------------
 
     def releasable(self) -> np.ndarray:
@@ -190,8 +194,9 @@ class PageBook:
     def worst_pages(self) -> np.ndarray:
         """Per slot, int64: device pages that its request needs when everything that can be spilled is spilled.
 
-        A request that is being prefilled keeps its whole prompt; a decoding one can shrink to a hot lease, its tail and one
-        page to grow into, if it is longer than that, and holds no less once it has the lease.
+        A request that is being prefilled keeps its whole prompt, or a hot lease and one chunk where its prefill is streamed; a
+        decoding one can shrink to a hot lease, its tail and one page to grow into, if it is longer than that, and holds no less
+        once it has the lease.
         """
         smallest = self.limits.smallest_pages
         decoding = np.minimum(np.maximum(self.final_pages, self.num_pages), smallest)

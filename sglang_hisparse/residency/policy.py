@@ -16,7 +16,6 @@ import numpy as np
 from sglang_hisparse.residency.coordinator import ResidencyCoordinator
 from sglang_hisparse.residency.types import Mirroring, PageState, ResidencyMode
 
-
 # As plain numbers: an enum's attribute costs more than the comparison, and these run per page and step.
 _DIRTY, _HOST = int(PageState.DIRTY), int(PageState.HOST)
 
@@ -183,24 +182,36 @@ class SpillPolicy:
     def _promote_one_request(self) -> None:
         """The request with the fewest host-only pages becomes fully resident, if that leaves the high watermark free.
 
+        Pages that no request uses make room for it first: they are colder than any page of a running one. What comes back
+        that way is spilled again only for want of free pages, after every unused one, so the two do not chase each other.
         Bounded per step, newest pages first; its lease ends with its last host-only page. A request is begun only when all
-        of it fits, so that promotion and spilling do not chase each other.
+        of it fits. One that is still being prefilled by streaming is passed over: its pages leave as fast as they come.
         """
         coordinator, book = self.coordinator, self.coordinator.book
-        room = coordinator.device_pages.num_free - self.watermark_high_pages
-        if room <= 0:
+        leased = [slot for slot in np.flatnonzero(book.leased & book.live & ~book.prefilling).tolist()]
+        if not leased:
             return
-        leased = [slot for slot in np.flatnonzero(book.leased & book.live).tolist()]
+        unused = self._unused_pages()
+        room = coordinator.device_pages.num_free + unused.size - self.watermark_high_pages
         sized = sorted((book.host_pages(slot), slot) for slot in leased)
         for count, slot in sized:
-            if count > room:
+            if count > room or room <= 0:
                 return
             row = book.pages(slot)
             on_host = row[book.state[row] == _HOST][::-1]
             batch = on_host[: coordinator.policy.promote_pages_per_step].tolist()
+            short = len(batch) + self.watermark_high_pages - coordinator.device_pages.num_free
+            if short > 0:
+                coordinator.spill(unused[:short].tolist())
             if batch and not coordinator.promote(batch):
                 return
             if len(batch) == count:
                 coordinator.release_lease(slot)
             if batch:
                 return
+
+    def _unused_pages(self) -> np.ndarray:
+        """Resident pages of no request that could leave without a copy, least recently used first."""
+        book = self.coordinator.book
+        pages = np.flatnonzero(book.releasable() & (book.users == 0) & (book.holds == 0))
+        return pages[np.lexsort((pages, book.last_use[pages]))]

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import NewType
 
+import numpy as np
+
 LogicalPage = NewType("LogicalPage", int)
 DevicePage = NewType("DevicePage", int)
 Slot = NewType("Slot", int)
@@ -103,6 +105,23 @@ class StepPlan:
     @property
     def is_empty(self) -> bool:
         return not (self.wait_transfer_id or self.promotions or self.table or self.leases)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StreamPlan:
+    """Pages that one extend reads, by where they are; numpy int arrays [n], no page twice.
+
+    Its attention finds them in the scratch of transfer/prefix_stream.py instead of the pool. The host rows of `host_pages`
+    are complete, or being written by copies that the forward stream has been told to wait for.
+    """
+
+    host_pages: np.ndarray  #: logical pages without a device page
+    resident_pages: np.ndarray  #: logical pages
+    device_pages: np.ndarray  #: the device page of each of them
+
+    @property
+    def num_pages(self) -> int:
+        return len(self.host_pages) + len(self.resident_pages)
 
 
 @dataclass(frozen=True, slots=True)

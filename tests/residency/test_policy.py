@@ -187,22 +187,41 @@ def test_watermark_is_refilled_to_the_high_mark() -> None:
 
 def test_promotion_waits_for_room_and_ends_the_lease() -> None:
     """Goal: a mixed request becomes full only if the high mark stays free; bounded per step, newest first; then no
-    lease."""
+    lease. Method: cached pages that a batch holds cannot make room; later some can."""
     stage = Stage(device=16, policy=watermarks(0.1, 0.25, promote=2))
     other = stage.cache(2, 4)
     pages = stage.extend(1, 7)
     stage.coordinator.acquire_lease(1)
     stage.mirror_all()
     stage.coordinator.spill(pages[:3])
-    stage.cache(3, 1)
+    stage.book.hold(cached := [*other, *stage.cache(3, 1)], +1)
     assert stage.pages.num_free == 5
     stage.policy.tick()
     assert stage.states(pages[:3]) == [HOST] * 3, "three pages would leave fewer than the high mark"
+    stage.book.hold(cached, -1)
     stage.coordinator.spill(other)
     stage.policy.tick()
     assert stage.states(pages[:3]) == [HOST, PageState.MIRRORING, PageState.MIRRORING]
     stage.coordinator.check_step([1])
     stage.policy.tick()
+    assert stage.coordinator.residency(1) is Residency.FULL and stage.coordinator.hot_lease == {}
+    check(stage.coordinator)
+
+
+def test_unused_pages_make_room_for_promotion() -> None:
+    """Goal: a running request is not kept mixed by pages that nobody uses. Method: no page is free, four are only cached;
+    as many of them leave as come back, the coldest first."""
+    stage = Stage(device=13, policy=watermarks(0.0, 0.0, promote=2))
+    cold = stage.cache(2, 2)
+    pages = stage.extend(1, 7)
+    warm = stage.cache(3, 2)
+    stage.mirror_all()
+    stage.coordinator.acquire_lease(1)
+    stage.coordinator.spill(pages[:2])
+    newest = stage.cache(4, 2)
+    assert stage.pages.num_free == 0
+    stage.policy.tick()
+    assert stage.states([*cold, *warm, *newest]) == [HOST] * 2 + [PageState.MIRRORING] * 4
     assert stage.coordinator.residency(1) is Residency.FULL and stage.coordinator.hot_lease == {}
     check(stage.coordinator)
 
