@@ -4,214 +4,238 @@ Each step selects `top_k` positions per request, of which exactly `misses` are n
 CUDA graph; a figure is the median over replays, in microseconds per call. Every timed output is checked. The built-in needs
 `sglang` importable, vLLM's needs --vllm-library (the wheel's _C_stable_libtorch shared object); either is left out otherwise.
 
-    python scripts/bench_resolver.py --json resolver_h200.json
-    python scripts/bench_resolver.py --variants --batches 1 8 --misses 0 102 614      # our own variants, side by side
+    python scripts/bench_resolver.py --json resolver_h200.json     # everything, about 90 seconds
+    python scripts/bench_resolver.py --quick                       # the main table only
+    python scripts/bench_resolver.py --parts imbalance pitch       # some parts only
+    python scripts/bench_resolver.py --option overlap_launch=1     # ours with a keyword argument of `resolve`
+    python scripts/resolver_plot.py resolver_h200.json resolver_h200.png
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.metadata
 import json
 import subprocess
 import sys
-from dataclasses import asdict, replace
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from resolver_workload import PAGE, STEPS, Case, Variant, Workload, captured, median_us, time_ours
+from resolver_peers import load_vllm, time_builtin, time_vllm
+from resolver_workload import PAGE, STEPS, Case, Variant, Workload, ceiling_gbs, pinned_block, time_ours
 
-from sglang_hisparse.kernels.resolver import CopyMethod
+Row = dict[str, object]
+
+# Batch, misses per request: the points of the design's table.
+POINTS = ((1, 0), (1, 102), (1, 307), (1, 614), (8, 102), (8, 614), (32, 0), (32, 102), (64, 102), (64, 614))
+# top_k, buffer: the other sizes, each at batch 1 and 32, without misses and with 5 % of them.
+SIZES = ((2048, 8192), (2048, 16384), (2048, 32768), (1024, 4096), (1024, 8192), (512, 4096), (512, 8192))
+PITCHES = (656, 704, 768)
+PITCH_POINTS = ((1, 102), (1, 614), (8, 614), (32, 102))
+BATCHES = (1, 8, 32, 64)
 
 
-def time_builtin(work: Workload) -> tuple[float, bool] | None:
-    """SGLang's built-in swap-in on the same selections, or None where SGLang is not installed."""
-    try:
-        from sglang.kernels.ops.kvcache.hisparse import load_cache_to_device_buffer_mla
-    except ImportError:
-        return None
-    case, rows = work.case, torch.arange(work.case.batch, device="cuda")
-    host_locs = work.base[:, None] + torch.arange(work.context, device="cuda")
-    spare = torch.zeros((case.batch * PAGE, case.row_bytes), dtype=torch.uint8, device="cuda")  # its newest-token page
-    device = torch.cat([work.device, spare])
-    slots = torch.arange(case.buffer, device="cuda")
-    locs = torch.cat(
-        [
-            PAGE + rows[:, None] * case.buffer + slots,
-            work.device.shape[0] + rows[:, None] * PAGE + torch.arange(PAGE, device="cuda"),
-        ],
-        dim=1,
-    ).int()
-    tokens0 = torch.cat([slots, torch.full((PAGE,), -1, device="cuda")]).int().repeat(case.batch, 1)
-    order0 = slots.short().repeat(case.batch, 1)
-    tokens, order = tokens0.clone(), order0.clone()
-    out = torch.full((case.batch, case.top_k), -7, dtype=torch.int32, device="cuda")
-    seq_lens = torch.full((case.batch,), work.context, device="cuda")
-    real = torch.tensor([case.batch], dtype=torch.int32, device="cuda")
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """What to time: our variant, whether vLLM's library is loaded, row sizes."""
 
-    def call(step: int) -> None:
-        load_cache_to_device_buffer_mla(
-            top_k_tokens=work.top_k[step],
-            device_buffer_tokens=tokens,
-            host_cache_locs=host_locs,
-            device_buffer_locs=locs,
-            host_cache=work.host,
-            device_buffer=device,
-            top_k_device_locs=out,
-            req_pool_indices=rows,
-            seq_lens=seq_lens,
-            lru_slots=order,
-            item_size_bytes=case.row_bytes,
-            num_top_k=case.top_k,
-            hot_buffer_size=case.buffer,
-            page_size=1,
-            block_size=960,
-            num_real_reqs=real,
+    variant: Variant
+    has_vllm: bool
+    row_bytes: tuple[int, ...]
+
+    def table(self) -> list[Row]:
+        """The points of the design's table at k 2048, 4,096 hot rows."""
+        cases = [Case(row, 2048, 4096, batch, misses) for row in self.row_bytes for batch, misses in POINTS]
+        return shown("table", (self.compare(case) for case in cases))
+
+    def sizes(self) -> list[Row]:
+        """Other buffers and other k, rows of the first size."""
+        cases = [
+            Case(self.row_bytes[0], top_k, buffer, batch, misses)
+            for top_k, buffer in SIZES
+            for batch in (1, 32)
+            for misses in (0, top_k // 20)
+        ]
+        return shown("sizes", (self.compare(case) for case in cases))
+
+    def compare(self, case: Case) -> Row:
+        """One row of resolver_h200.json."""
+        work = Workload(case)
+        ours, correct = time_ours(work, self.variant)
+        builtin = time_builtin(work)
+        vllm = time_vllm(work) if self.has_vllm else None
+        gather = work.gather_us()
+        return {
+            **asdict(case),
+            "ours_us": round(ours, 2),
+            "builtin_us": round(builtin[0], 2) if builtin else None,
+            "vllm_us": round(vllm[0], 2) if vllm else None,
+            "gather_us": round(gather, 2),
+            "ours_gbs": round(work.misses_per_step * case.row_bytes / ours / 1e3, 1),
+            "correct": correct,
+            "builtin_correct": builtin[1] if builtin else None,
+            "vllm_correct": vllm[1] if vllm else None,
+        }
+
+    def resident(self) -> list[Row]:
+        """All pages resident: a translation only."""
+
+        def rows() -> Iterator[Row]:
+            for batch in BATCHES:
+                case = Case(self.row_bytes[0], 2048, 4096, batch, 0)
+                work = Workload(case)
+                row: Row = {"batch": batch, "top_k": case.top_k}
+                for name, variant in (("ours", self.variant), ("overlap", replace(self.variant, overlap=True))):
+                    took, correct = time_ours(work, variant, resident=True)
+                    row |= {f"{name}_us": round(took, 2), f"{name}_correct": correct}
+                yield row
+
+        return shown("all resident", rows())
+
+    def imbalance(self) -> list[Row]:
+        """One request with 2,048 misses beside 31 with none, against the same number of misses spread evenly."""
+
+        def rows() -> Iterator[Row]:
+            for row_bytes in self.row_bytes:
+                case = Case(row_bytes, 2048, 4096, 32, 64)
+                one, one_right = time_ours(Workload(case, [2048] + [0] * 31), self.variant)
+                even, even_right = time_ours(Workload(case), self.variant)
+                yield {
+                    "row_bytes": row_bytes,
+                    "batch": 32,
+                    "misses_in_all": 2048,
+                    "one_us": round(one, 2),
+                    "even_us": round(even, 2),
+                    "one_over_even": round(one / even, 3),
+                    "correct": one_right and even_right,
+                }
+
+        return shown("imbalance", rows())
+
+    def pitch(self) -> list[Row]:
+        """Rows of 656 B that lie further apart on the host: ceiling first, then what a plain gather and the resolver take."""
+
+        def rows() -> Iterator[Row]:
+            for pitch in PITCHES:
+                ceiling = round(ceiling_gbs(656, pitch), 1)
+                for batch, misses in PITCH_POINTS:
+                    work = Workload(Case(656, 2048, 4096, batch, misses), pitch=pitch)
+                    ours, correct = time_ours(work, self.variant)
+                    yield {
+                        "host_row_bytes": pitch,
+                        "batch": batch,
+                        "misses": misses,
+                        "ceiling_gbs": ceiling,
+                        "gather_us": round(work.gather_us(), 2),
+                        "ours_us": round(ours, 2),
+                        "correct": correct,
+                    }
+
+        return shown("host row pitch", rows())
+
+    def ceilings(self) -> list[Row]:
+        """GB/s of scattered rows, all sizes that the other parts have."""
+        return shown(
+            "ceiling of the link", ({"row_bytes": row, "gbs": round(ceiling_gbs(row), 1)} for row in self.row_bytes)
         )
 
-    def prepare() -> None:
-        tokens.copy_(tokens0)
-        order.copy_(order0)
-        work.fill_hot()
-        device[: work.device.shape[0]] = work.device
 
-    prepare()
-    graph = captured(call)
-    took = median_us(graph.replay, prepare, STEPS)
-    return took, torch.equal(device[out.flatten().long()], work.home_of(STEPS - 1))
-
-
-def time_vllm(work: Workload) -> tuple[float, bool]:
-    """vLLM's resolver and its gather on the same selections; the library must be loaded."""
-    ops = torch.ops._C_cache_ops
-    case, lease = work.case, work.case.buffer // PAGE
-    hot = work.device.view(-1, PAGE, case.row_bytes)
-    hot_table = (1 + torch.arange(case.batch * lease, dtype=torch.int32).view(case.batch, lease)).cuda()
-    page_rows = work.logical_pages.cuda()
-    order0 = torch.arange(case.buffer, dtype=torch.int16, device="cuda").repeat(case.batch, 1)
-    held, order = work.hot_rows(), order0.clone()
-    states = torch.arange(case.batch, dtype=torch.int32, device="cuda")
-    out = torch.full((case.batch, case.top_k), -7, dtype=torch.int32, device="cuda")
-    attention, swap_host, swap_device = (torch.empty_like(out) for _ in range(3))
-    counts = torch.zeros(case.batch, dtype=torch.int32, device="cuda")
-
-    def call(step: int) -> None:
-        ops.hisparse_resolve_residency(
-            work.host, hot, hot_table, work.top_k[step], out, held, order, states, case.buffer, case.top_k, None, None,
-            attention, PAGE, states, page_rows, PAGE, None, None, swap_host, swap_device, counts, None, 0, 0,
-        )  # fmt: skip
-        ops.hisparse_gather_compact(work.host, hot, swap_host, swap_device, counts)
-
-    def prepare() -> None:
-        held.copy_(work.hot_rows())
-        order.copy_(order0)
-        work.fill_hot()
-
-    prepare()
-    graph = captured(call)
-    took = median_us(graph.replay, prepare, STEPS)
-    return took, work.correct(STEPS - 1, out)
+PARTS: dict[str, Callable[[Bench], list[Row]]] = {
+    "ceilings": Bench.ceilings,
+    "table": Bench.table,
+    "resident": Bench.resident,
+    "imbalance": Bench.imbalance,
+    "pitch": Bench.pitch,
+    "sizes": Bench.sizes,
+}
 
 
-def compare(case: Case, has_vllm: bool) -> dict[str, object]:
-    """One row of resolver_h200.json."""
-    work = Workload(case)
-    ours, correct = time_ours(work)
-    try:
-        builtin = time_builtin(work)
-    except RuntimeError as error:  # a size that its kernel cannot be compiled for
-        print(f"built-in left out: {str(error).splitlines()[0]}", file=sys.stderr)
-        builtin = None
-    vllm = time_vllm(work) if has_vllm else None
-    return {
-        **asdict(case),
-        "ours_us": round(ours, 2),
-        "builtin_us": round(builtin[0], 2) if builtin else None,
-        "vllm_us": round(vllm[0], 2) if vllm else None,
-        "gather_us": round(work.gather_us(), 2),
-        "correct": correct,
-        "builtin_correct": builtin[1] if builtin else None,
-        "vllm_correct": vllm[1] if vllm else None,
-    }
+def shown(title: str, rows: Iterator[Row]) -> list[Row]:
+    """Print rows as they come, under one heading; returns them."""
+    print(f"\n-- {title}")
+    kept: list[Row] = []
+    for row in rows:
+        if not kept:
+            print("  ".join(f"{name:>13}" for name in row))
+        print("  ".join(f"{value!s:>13}" for value in row.values()), flush=True)
+        kept.append(row)
+    return kept
 
 
-def imbalance(case: Case) -> dict[str, object]:
-    """One request with `top_k` misses beside others with none, against the same number of misses spread evenly."""
-    one = Workload(case, [case.top_k] + [0] * (case.batch - 1))
-    even = Workload(case, [case.top_k // case.batch] * case.batch)
-    (one_us, one_ok), (even_us, even_ok) = time_ours(one), time_ours(even)
-    return {**asdict(case), "one_us": round(one_us, 2), "even_us": round(even_us, 2), "correct": one_ok and even_ok}
+def environment(commit: str | None = None) -> Row:
+    """What a result file says of its origin."""
+    head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    versions: Row = {"torch": torch.__version__, "cuda": torch.version.cuda}
+    if torch.cuda.is_available():
+        versions["device"] = torch.cuda.get_device_name()
+    for package in ("apache-tvm-ffi", "sglang", "vllm"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return {"commit": commit or head or None, "versions": versions, "command": " ".join(sys.argv)}
 
 
-def variants(case: Case) -> list[dict[str, object]]:
-    """Every way to fetch, on one case; `none` is the time of everything else. The best is timed again with each option."""
-    work, rows, best = Workload(case), [], (float("inf"), Variant())
-
-    def time(variant: Variant) -> float:
-        took, correct = time_ours(work, variant)
-        rows.append({**asdict(case), "variant": str(variant), "us": round(took, 2), "correct": correct})
-        return took if correct and variant.method is not CopyMethod.NONE else float("inf")
-
-    for method in CopyMethod:
-        for blocks in (1, 2, 4, 8):
-            if blocks * case.batch <= 264:
-                variant = Variant(blocks, method)
-                best = min(best, (time(variant), variant), key=lambda pair: pair[0])
-    for options in ({"overlap": True}, {"translated": True}, {"overlap": True, "translated": True}):
-        time(replace(best[1], **options))
-    time(Variant(best[1].blocks, CopyMethod.NONE, overlap=True, translated=True))
-    return rows
+def option(text: str) -> tuple[str, int]:
+    """`name=number`: a keyword argument of `resolve`."""
+    name, _, value = text.partition("=")
+    return name, int(value)
 
 
-def print_table(rows: list[dict[str, object]]) -> None:
-    if rows:
-        columns = list(rows[0])
-        print("  ".join(f"{name:>13}" for name in columns))
-        for row in rows:
-            print("  ".join(f"{row[name]!s:>13}" for name in columns), flush=True)
-
-
-def environment() -> dict[str, object]:
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    return {
-        "commit": commit or None,
-        "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "device": torch.cuda.get_device_name()},
-        "command": " ".join(sys.argv),
-    }
-
-
-def main() -> None:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--quick", action="store_true", help="the main table only")
     parser.add_argument("--row-bytes", type=int, nargs="+", default=[1152, 656])
-    parser.add_argument("--top-k", type=int, nargs="+", default=[2048])
-    parser.add_argument("--buffers", type=int, nargs="+", default=[4096])
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 64])
-    parser.add_argument("--misses", type=int, nargs="+", default=[0, 102, 307, 614])
-    parser.add_argument("--variants", action="store_true", help="time our own ways to fetch instead")
+    parser.add_argument("--option", type=option, action="append", default=[], help="name=number, passed to `resolve`")
     parser.add_argument("--vllm-library", type=Path, help="stable-ABI library of a vLLM wheel")
-    parser.add_argument("--json", type=Path, help="write the rows here")
-    arguments = parser.parse_args()
-    if arguments.vllm_library:
-        torch.ops.load_library(str(arguments.vllm_library))
-    cases = [
-        Case(row_bytes, top_k, buffer, batch, misses)
-        for row_bytes in arguments.row_bytes
-        for top_k in arguments.top_k
-        for buffer in arguments.buffers
-        for batch in arguments.batches
-        for misses in arguments.misses
-        if misses <= top_k <= buffer
-    ]
-    rows: list[dict[str, object]] = []
-    for case in cases:
-        new = variants(case) if arguments.variants else [compare(case, bool(arguments.vllm_library))]
-        print_table(new)
-        rows += new
-    if arguments.json:
-        arguments.json.write_text(json.dumps({**environment(), "rows": rows}, indent=1) + "\n")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no further part after this time")
+    parser.add_argument("--commit", help="recorded as the commit, where there is no repository")
+    parser.add_argument("--json", type=Path, help="write the rows here, after every part")
+    return parser.parse_args(arguments)
+
+
+def main() -> int:
+    arguments = parse()
+    began = time.perf_counter()
+    without_vllm = load_vllm(arguments.vllm_library)
+    if without_vllm:
+        print(f"vLLM left out: {without_vllm}", file=sys.stderr)
+    # The largest workload first: the batch of 64 with 614 misses, and the longest buffers at batch 32.
+    widest = max(arguments.row_bytes)
+    pages = max(64 * Case(widest, 2048, 4096, 64, 614).pages(), 32 * Case(widest, 2048, 32768, 32, 102).pages())
+    pinned_block((pages + 1) * PAGE * widest)
+    bench = Bench(Variant(options=tuple(arguments.option)), without_vllm is None, tuple(arguments.row_bytes))
+    result: dict[str, Any] = {
+        **environment(arguments.commit),
+        "steps": STEPS,
+        "vllm_left_out": without_vllm,
+        "rows": [],
+    }
+    for part in ["table"] if arguments.quick else arguments.parts:
+        if time.perf_counter() - began > arguments.seconds:
+            print(f"{part}: left out, {arguments.seconds:.0f} s are over", file=sys.stderr)
+            continue
+        rows = PARTS[part](bench)
+        if part in ("table", "sizes"):  # of the same columns
+            result["rows"] = [*result["rows"], *rows]
+        else:
+            result[part] = rows
+        result["seconds"] = round(time.perf_counter() - began, 1)
+        if arguments.json:
+            arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"\n{result['seconds']} s")
+    wrong = [row for rows in result.values() if isinstance(rows, list) for row in rows if False in row.values()]
+    for row in wrong:
+        print(f"WRONG: {row}", file=sys.stderr)
+    return int(bool(wrong))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
