@@ -6,6 +6,7 @@ with the libraries. It follows what it is shown (the tags after each step) and c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -29,6 +30,7 @@ class Step:
     page_table: Sequence[int]
     hot_pages: Sequence[Sequence[int]]
     page_size: int
+    scores: Sequence[Sequence[float]] | None = None  # by position; rows and columns may be too few or too many
 
 
 @dataclass(slots=True)
@@ -48,10 +50,11 @@ class Expected:
 
 @dataclass(slots=True)
 class HotModel:
-    """What the oracle knows of one request slot: hot slot -> host row, hot slot -> last use in units of turnover."""
+    """What the oracle knows of one request slot, by hot slot: host row, last use in units of turnover, position."""
 
     held: dict[int, int] = field(default_factory=dict)
     used: dict[int, int] = field(default_factory=dict)
+    position: dict[int, int] = field(default_factory=dict)
     clock: int = 0
 
 
@@ -161,22 +164,24 @@ class Oracle:
             _require(slot_of.get(host_row, hot_slot) == hot_slot, f"row {row}: hit {host_row} moved to slot {hot_slot}")
         victims = [place[host_row] for host_row in misses]
         _require(not hits & set(victims), f"row {row}: evicted a slot that this step reads")
-        _require(
-            victims == self._victims(model, hits, len(misses)), f"row {row}: victims {victims} are not the policy's"
-        )
+        wanted = self._victims(model, hits, len(misses), step, row)
+        _require(victims == wanted, f"row {row}: victims {victims} are not the policy's, {wanted}")
         for hot_slot in range(self.buffer_size):
             if hot_slot not in victims:
                 _require(tags[hot_slot] == model.held.get(hot_slot, -1), f"row {row}: tag of slot {hot_slot} changed")
         now = model.clock // self.unit
+        first_entry = {host_row: i for i, host_row in sorted(expected.wanted.items(), reverse=True)}
         for host_row, hot_slot in place.items():
             model.held[hot_slot], model.used[hot_slot] = host_row, now
+            if host_row in misses:
+                model.position[hot_slot] = step.top_k[row][first_entry[host_row]]
         model.clock += len(misses) + CLOCK_PER_STEP
         return [
             (host_row, lease[hot_slot // step.page_size] * step.page_size + hot_slot % step.page_size)
             for host_row, hot_slot in zip(misses, victims, strict=True)
         ]
 
-    def _victims(self, model: HotModel, hits: set[int], needed: int) -> list[int]:
+    def _victims(self, model: HotModel, hits: set[int], needed: int, step: Step, row: int) -> list[int]:
         now = model.clock // self.unit
 
         def order(hot_slot: int) -> tuple[int, int]:
@@ -184,10 +189,25 @@ class Oracle:
                 return -AGE_CLASSES - 1, hot_slot
             return -min((now - model.used[hot_slot]) % 256, AGE_CLASSES), hot_slot
 
+        def order_by_score(hot_slot: int) -> tuple[bool, float, tuple[int, int]]:
+            if hot_slot not in model.held:
+                return False, 0.0, order(hot_slot)
+            return True, score_of(step, row, model.position[hot_slot]), order(hot_slot)
+
         candidates = [hot_slot for hot_slot in range(self.buffer_size) if hot_slot not in hits]
+        if step.scores is not None:
+            return sorted(sorted(candidates, key=order_by_score)[:needed])
         leaving = sorted(candidates, key=order)[:needed]
         last_class = order(leaving[-1])[0] if leaving else 0
         return sorted(leaving, key=lambda hot_slot: (order(hot_slot)[0] == last_class, hot_slot))
+
+
+def score_of(step: Step, row: int, position: int) -> float:
+    """Score of one position in this step, minus infinity where it has none."""
+    scores = step.scores[row] if row < len(step.scores) else ()
+    if position >= min(len(scores), step.seq_lens[row]) or math.isnan(scores[position]):
+        return -math.inf
+    return scores[position]
 
 
 def _require(condition: bool, message: str) -> None:

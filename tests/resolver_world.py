@@ -36,6 +36,7 @@ class Shape:
     copy_method: CopyMethod = CopyMethod.LOADS
     translated_pages: bool = False
     overlap_launch: bool = False
+    evicts_by_score: bool = False
 
 
 @dataclass(slots=True)
@@ -71,7 +72,9 @@ class World:
         self.page_table = torch.zeros(pages + 1, dtype=torch.int32, device=device)
         self.hot_pages = torch.zeros((shape.num_slots, lease), dtype=torch.int32, device=device)
         self.num_real_rows = torch.zeros(1, dtype=torch.int32, device=device)
-        self.state = HotGroupState.allocate(shape.num_slots, shape.buffer_size, device)
+        self.state = HotGroupState.allocate(
+            shape.num_slots, shape.buffer_size, device, evicts_by_score=shape.evicts_by_score
+        )
         self.oracle = Oracle(shape.num_slots, shape.buffer_size)
         self.host_bases = torch.tensor([layer.data_ptr() for layer in self.host], device=device)
         self.device_bases = torch.tensor([layer.data_ptr() for layer in self.kv], device=device)
@@ -174,7 +177,21 @@ class World:
             "cluster_blocks": shape.cluster_blocks,
             "copy_method": shape.copy_method,
             "overlap_launch": shape.overlap_launch,
+            "scores": self.random_scores() if shape.evicts_by_score else None,
         }
+
+    def random_scores(self) -> torch.Tensor | None:
+        """What an indexer may leave behind: values that drift, ties, no numbers, rows and columns too few or too many."""
+        random, shape = self.random, self.shape
+        rows, columns = shape.rows + int(random.integers(-1, 2)), shape.max_pages * shape.page_size
+        if random.random() < 0.1 or rows == 0:
+            return None  # SGLang computes none where every position is selected
+        scores = random.normal(random.choice([0.0, 50.0]), 2.0, (rows, columns + 8)).astype(np.float32)
+        if random.random() < 0.5:
+            scores = np.round(scores)  # ties, and zeros of both signs
+        for odd in (np.nan, -np.nan, np.inf, -np.inf, -0.0, 1e-42, 3e38):
+            scores[random.random(scores.shape) < 0.02] = odd
+        return torch.from_numpy(scores).to(self.device)[:, : columns - int(random.integers(0, shape.page_size + 1))]
 
     def step(
         self, top_k: dict[int, np.ndarray], *, launch: Callable[..., None] = resolve, **options: Any
@@ -195,6 +212,7 @@ class World:
             page_table=self.page_table.tolist(),
             hot_pages=self.hot_pages.tolist(),
             page_size=self.shape.page_size,
+            scores=None if arguments["scores"] is None else arguments["scores"].tolist(),
         )
         answers, tags = arguments["out"].tolist(), self.state.tags.tolist()
         grown = (self.state.header[:, 4:8].cpu() - before).tolist()
