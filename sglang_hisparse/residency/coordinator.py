@@ -194,6 +194,17 @@ class ResidencyCoordinator(HostCopies):
             self._dirty.pop(page, None)
             self.book.give_back(page)
 
+    def adopt(self, pages: Iterable[int]) -> None:
+        """Pages that `book.allocate` gave, whose host rows have been filled by the CPU, begin their life host-only.
+
+        The caller has waited for readers and host writes of their former owners (`is_landing_target`, R7).
+        """
+        for page in pages:
+            if self.book.state[page] != _FREE or not self.is_landing_target(page):
+                raise InvariantError(f"logical page {page} is {PageState(self.book.state[page]).name} and cannot be adopted")
+            self.book.state[page] = _HOST
+            self.book.last_use[page] = self.step
+
     def _set_device_page(self, page: int, device_page: int) -> None:
         self.book.device_page[page] = device_page
         self._table_changes[page] = None

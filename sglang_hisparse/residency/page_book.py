@@ -38,6 +38,8 @@ class PageBook:
         self.last_use = np.zeros(pages, dtype=np.int64)  # step of the last forward that could read it
         self.transfer = np.zeros(pages, dtype=np.int64)  # id of the host copy in flight, 0: none
         self.enqueued = np.zeros(pages, dtype=bool)  # that copy is on the copy stream
+        # Owners that the page has had: whoever reads it on another thread compares before and after. Never goes back.
+        self.generation = np.zeros(pages, dtype=np.int64)
         self.slot_pages = np.zeros((slots, limits.max_pages_per_slot), dtype=np.int32)
         self.num_pages = np.zeros(slots, dtype=np.int64)
         self.held_from = np.zeros(slots, dtype=np.int64)
@@ -58,6 +60,7 @@ class PageBook:
             self.leased, self.prompt_pages, self.final_pages,
         ):  # fmt: skip
             array.fill(0)
+        self.generation += 1
         self._free = list(range(self.limits.num_logical_pages, 0, -1))
 
     # -- logical ids ------------------------------------------------------------------------------------------------
@@ -80,6 +83,7 @@ class PageBook:
         """Return one logical page whose state is FREE and that no slot maps."""
         if self.users[page] or self.holds[page]:
             raise InvariantError(f"logical page {page} is freed with {self.users[page]} users, {self.holds[page]} holds")
+        self.generation[page] += 1
         self._free.append(page)
 
     # -- slots ------------------------------------------------------------------------------------------------------
