@@ -33,7 +33,7 @@ from bench_resolver import environment
 from kernel_fuzz import fuzz_in_processes
 
 SANITIZERS = ("memcheck", "racecheck", "initcheck")
-FIRST_LINE = re.compile(r"^========= (?:Error|Warning|Invalid|Uninitialized|Race|.*hazard)", re.IGNORECASE)
+FIRST_LINE = re.compile(r"^========= (?:Error|Warning|Invalid|Uninitialized|Race|\S.*hazard)", re.IGNORECASE)
 OURS = "hisparse::"
 
 

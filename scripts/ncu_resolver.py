@@ -59,11 +59,21 @@ def run_points(row_bytes: int) -> None:
         print(f"correct {batch} {misses} {ours.correct(WARM_STEPS)}", flush=True)
 
 
-def command(program: str, row_bytes: int) -> list[str]:
+def known_metrics(program: str) -> list[str]:
+    """Those of METRICS that this ncu knows: one that it does not know would end the run."""
+    listed = subprocess.run(
+        [program, "--query-metrics"], check=False, capture_output=True, text=True, timeout=40
+    ).stdout
+    names = {line.split()[0] for line in listed.splitlines() if line.strip()}
+    always = ("launch__", "sm__maximum_")  # of the launch, not counters: not listed
+    return [metric for metric in METRICS if metric.startswith(always) or metric.split(".")[0] in names]
+
+
+def command(program: str, metrics: list[str], row_bytes: int) -> list[str]:
     """ncu on `--run`; clocks and caches are left as they are."""
     return [
         program, "--profile-from-start", "off", "--clock-control", "none", "--cache-control", "none",
-        "--kernel-name", "regex:resolve", "--metrics", ",".join(METRICS), "--csv", "--page", "raw", "--print-units", "base",
+        "--kernel-name", "regex:resolve", "--metrics", ",".join(metrics), "--csv", "--page", "raw", "--print-units", "base",
         sys.executable, str(Path(__file__).resolve()), "--run", "--row-bytes", str(row_bytes),
     ]  # fmt: skip
 
@@ -126,8 +136,10 @@ def main() -> int:
     program = shutil.which("ncu") or "/usr/local/cuda/bin/ncu"
     output = ""
     try:
+        metrics = known_metrics(program)
+        result["metrics_unknown"] = sorted(set(METRICS) - set(metrics))
         done = subprocess.run(
-            command(program, arguments.row_bytes),
+            command(program, metrics, arguments.row_bytes),
             check=False,
             capture_output=True,
             text=True,

@@ -87,7 +87,9 @@ def time_vllm(work: Workload) -> Timed:
     """vLLM's resolver and its gather, or None where they refuse the size; `load_vllm` must have succeeded."""
     ops = torch.ops._C_cache_ops
     case, lease = work.case, work.case.buffer // PAGE
-    hot = work.device.view(-1, PAGE, case.row_bytes)
+    dtype = torch.bfloat16 if case.row_bytes == 1152 else torch.uint8  # the row formats that it knows
+    host = work.host.view(dtype)
+    hot = work.device.view(dtype).view(-1, PAGE, host.shape[1])
     hot_table = (1 + torch.arange(case.batch * lease, dtype=torch.int32).view(case.batch, lease)).cuda()
     order0 = torch.arange(case.buffer, dtype=torch.int16, device="cuda").repeat(case.batch, 1)
     held, order = work.hot_rows(), order0.clone()
@@ -98,10 +100,10 @@ def time_vllm(work: Workload) -> Timed:
 
     def call(step: int) -> None:
         ops.hisparse_resolve_residency(
-            work.host, hot, hot_table, work.top_k[step], out, held, order, states, case.buffer, case.top_k, None, None,
+            host, hot, hot_table, work.top_k[step], out, held, order, states, case.buffer, case.top_k, None, None,
             attention, PAGE, states, work.logical_pages, PAGE, None, None, swap_host, swap_device, counts, None, 0, 0,
         )  # fmt: skip
-        ops.hisparse_gather_compact(work.host, hot, swap_host, swap_device, counts)
+        ops.hisparse_gather_compact(host, hot, swap_host, swap_device, counts)
 
     def prepare() -> None:
         held.copy_(work.hot_rows())
