@@ -45,16 +45,21 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One way to run our resolver; the default is how it is served. options: further keyword arguments of `resolve`."""
+    """One way to run our resolver; the default is how it is served. scored: rows leave by the scores of the step.
+
+    options: further keyword arguments of `resolve`.
+    """
 
     blocks: int = 0
     method: CopyMethod = CopyMethod.LOADS
     overlap: bool = False
     translated: bool = True
+    scored: bool = False
     options: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
         name = f"{self.method.name.lower()}-{self.blocks}" + "-overlap" * self.overlap + "-translated" * self.translated
+        name += "-scored" * self.scored
         return "-".join([name, *(f"{key}={value}" for key, value in self.options)])
 
 
@@ -233,7 +238,7 @@ class Ours:
     def __post_init__(self) -> None:
         work, case, device = self.work, self.work.case, self.work.on
         lease, pages = case.buffer // PAGE, case.batch * work.pages
-        self.state = HotGroupState.allocate(case.batch, case.buffer, device)
+        self.state = HotGroupState.allocate(case.batch, case.buffer, device, evicts_by_score=self.variant.scored)
         self.out = torch.full((case.batch, case.top_k), -7, dtype=torch.int32, device=device)
         hot_pages = 1 + torch.arange(case.batch * lease, dtype=torch.int32).view(case.batch, lease)
         page_table = torch.zeros(pages + 1, dtype=torch.int32, device=device)
@@ -263,6 +268,8 @@ class Ours:
             "overlap_launch": self.variant.overlap,
             **dict(self.variant.options),
         }
+        if self.variant.scored:  # fewer columns than positions, as an indexer's are: the last rows have no score
+            self.arguments["scores"] = torch.rand(case.batch, work.context - PAGE, device=device)
         if not self.resident:
             self._fill()
 

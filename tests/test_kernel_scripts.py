@@ -46,7 +46,7 @@ def test_every_step_misses_what_the_case_says(spread: list[int] | None) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"pitch": 64}, {"spread": [128, 0, 3]}], ids=str)
-@pytest.mark.parametrize("variant", [Variant(), Variant(translated=False)], ids=str)
+@pytest.mark.parametrize("variant", [Variant(), Variant(translated=False), Variant(scored=True)], ids=str)
 def test_a_timed_point_is_right(options: dict[str, Any], variant: Variant) -> None:
     """Goal: the benchmark's own check passes where the resolver is right. Method: time small points with the CPU library."""
     took, correct = workload.time_ours(work(**options), variant, replays=1)
@@ -127,6 +127,20 @@ def test_main_reports_wrong_rows_and_writes_every_part(tmp_path: pathlib.Path, m
     assert written["vllm_left_out"] == "no library given"
     parts["table"][0]["correct"] = False
     assert bench_resolver.main() == 1
+
+
+def test_a_part_that_fails_leaves_the_others(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: one part's failure costs no other figure and is not hidden. Method: a part that raises beside one that works."""
+
+    def broken(_: object) -> list[bench_resolver.Row]:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(bench_resolver, "PARTS", {"scores": broken, "table": lambda _: [result()]})
+    monkeypatch.setattr(bench_resolver, "pinned_block", lambda size: None)
+    target = tmp_path / "out.json"
+    monkeypatch.setattr(sys, "argv", ["bench", "--json", str(target)])
+    assert bench_resolver.main() == 1
+    assert json.loads(target.read_text())["rows"] == [result()]
 
 
 def test_the_fuzz_passes_and_counts() -> None:
