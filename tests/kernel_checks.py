@@ -287,8 +287,11 @@ def audits(device: str) -> str:
 def tiny(device: str) -> None:
     """Little enough for a sanitizer, with every kernel in it."""
     for shape in (SMALL[0], SMALL[4]):
-        for variant in fetches(shape)[1::4]:
+        for variant in fetches(shape)[::3]:  # both ways to fetch, and every number of blocks but two
             lives(device, variant, 7, 4)
+    world = World(replace(SERVING[0], rows=2, num_slots=2, cluster_blocks=2), device, 1)
+    for _ in range(2):
+        world.decode_step()
     page_copies(device)
     gathers(device)
     translations(device)
