@@ -221,9 +221,10 @@ def check_log(text: str) -> list[Check]:
     wrong = [line for line in ours if not LOG_LINE.search(line)]
     theirs = text.count("Decode batch")
     found = f"{len(ours)} lines beside {theirs} of SGLang, {len(wrong)} malformed" + (f": {wrong[0][:200]}" if wrong else "")
-    # A line comes one tick after SGLang's; the last interval may end with the load.
+    # A line comes one tick after SGLang's: the last one may come after the load, and one may tell of two short intervals.
+    enough = 0.8 * theirs - 1 <= len(ours) <= theirs
     return [
-        Check("log line per decode interval", bool(ours) and not wrong and theirs - 2 <= len(ours) <= theirs, found),
+        Check("log line per decode interval", bool(ours) and not wrong and enough, found),
         Check("memory table in the log", "HiSparse memory per rank" in text, "the plan as built"),
     ]
 
