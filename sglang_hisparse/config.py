@@ -6,7 +6,6 @@ no memory size, and never corrects a value silently: what it cannot accept is a 
 """
 
 import difflib
-import enum
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -46,6 +45,13 @@ class Eviction(Enum):
 
     LRU = "lru"
     INDEX_SCORE = "index_score"
+
+
+class Admission(Enum):
+    """What a request that only fits when pages leave the GPU waits for: nothing, or that it would not lower the throughput."""
+
+    THROUGHPUT = "throughput"
+    LATENCY = "latency"
 
 
 class HiSparseConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -112,6 +118,14 @@ class HiSparseConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             "in the same step, which misses less and takes 2 more bytes per hot row and index group",
         ),
     ] = Eviction.LRU
+    admission: Annotated[
+        Admission,
+        KeyText(
+            "",
+            "a request that fits only when pages of others leave the GPU: `throughput` starts it unless the time of its "
+            "fetches, as measured, would lower the tokens per second of all; `latency` starts it at once",
+        ),
+    ] = Admission.THROUGHPUT
     watermark_low: Annotated[
         float, Meta(ge=0, lt=1), KeyText("fraction of device pages", "pages are spilled when fewer than this are free")
     ] = 0.02
@@ -136,7 +150,7 @@ class HiSparseConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 "tokens",
                 "longest request whose prefill may read rows from the host tier: two layers of that many rows stay "
                 "reserved on the GPU; 0 switches this off, and no request may then be longer than the device pool",
-                "the longest context, but at most 5 % of the cache's GPU memory",
+                "the longest context, but at most 2 % of the cache's GPU memory",
             ),
         ]
         | None
@@ -163,6 +177,31 @@ class HiSparseConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         ]
         | None
     ) = None
+    storage_backend: (
+        Annotated[
+            str,
+            Meta(min_length=1),
+            KeyText(
+                "",
+                "a HiCache storage backend that keeps prefixes across evictions and restarts: `file`, `seaweedfs`, or "
+                "`dynamic` for a class of one's own",
+                "no storage",
+            ),
+        ]
+        | None
+    ) = None
+    storage_extra_config: (
+        Annotated[
+            dict[str, Any],
+            KeyText("", "the backend's own settings, as HiCache takes them; for `file` the folder, `file_storage_path`", "none"),
+        ]
+        | None
+    ) = None
+    storage_wait_seconds: Annotated[
+        float,
+        Meta(ge=0),
+        KeyText("s", "longest that a waiting request waits for storage; it starts with the pages that have arrived by then"),
+    ] = 3.0
     swap_in_block_size: (
         Annotated[
             int, Meta(ge=1), KeyText("threads", "known to SGLang's own HiSparse; accepted here, without effect", "none")
@@ -205,6 +244,7 @@ class HiSparseConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             residency=self.residency,
             mirroring=self.mirroring,
             eviction=self.eviction,
+            admission=self.admission,
             watermark_low=self.watermark_low,
             watermark_high=self.watermark_high,
             mirror_bytes_per_step=self.mirror_mib_per_step * MIB,
@@ -212,6 +252,9 @@ class HiSparseConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             prefill_scratch_tokens=self.prefill_scratch_tokens,
             stream_extend_tokens=self.stream_extend_tokens,
             record_file=self.record_file,
+            storage_backend=self.storage_backend,
+            storage_extra_config=self.storage_extra_config,
+            storage_wait_seconds=self.storage_wait_seconds,
         )
 
 
@@ -258,9 +301,13 @@ class ResolvedConfig:
     mirror_bytes_per_step: int
     promote_bytes_per_step: int
     record_file: str | None = None
+    storage_backend: str | None = None
+    storage_extra_config: Mapping[str, Any] | None = None
+    storage_wait_seconds: float = 3.0
     prefill_scratch_tokens: int | None = None
     stream_extend_tokens: int = 1024
     eviction: Eviction = Eviction.LRU
+    admission: Admission = Admission.THROUGHPUT
 
     @property
     def hot_pages(self) -> int:
@@ -294,7 +341,7 @@ class ResolvedConfig:
         return (
             f"top_k {self.top_k}, hot buffer {self.device_buffer_size} rows ({self.hot_pages} pages), ratio {ratio}"
             f"{cap}, residency {self.residency.value}, mirroring {self.mirroring.value}, eviction {self.eviction.value}, "
-            f"watermarks {self.watermark_low:g}/{self.watermark_high:g}"
+            f"admission {self.admission.value}, watermarks {self.watermark_low:g}/{self.watermark_high:g}"
         )
 
 
@@ -314,6 +361,8 @@ def parse_config(text: str | None) -> HiSparseConfig:
             raise ConfigError(f"{shown_key(key)}: unknown key; {hint}allowed: {', '.join(fields)}")
         values[key] = convert(key, value, fields[key].type)
     config = HiSparseConfig(**values)
+    if config.storage_extra_config is not None and config.storage_backend is None:
+        refuse("storage_extra_config", config.storage_extra_config, "has no storage_backend to go to", "null, or both keys")
     if config.watermark_low > config.watermark_high:
         if "watermark_low" in values:
             refuse(

@@ -65,6 +65,8 @@ def reason_of(value: Any, annotation: Any) -> str:
         return "is not a known word" if isinstance(value, str) else f"is {kind_of(value)}"
     if isinstance(info, inspect.StrType):
         return "is empty" if isinstance(value, str) else f"is {kind_of(value)}"
+    if isinstance(info, inspect.DictType):
+        return f"is {kind_of(value)}"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return f"is {kind_of(value)}"
     if not _is_finite(value):
@@ -87,6 +89,8 @@ def allowed_by(annotation: Any) -> str:
         words = " or ".join(f'"{member.value}"' for member in info.cls)
     elif isinstance(info, inspect.StrType):
         words = "a string that is not empty"
+    elif isinstance(info, inspect.DictType):
+        words = "an object"
     else:
         bounds = ((">=", info.ge), (">", info.gt), ("<=", info.le), ("<", info.lt))
         limits = " and ".join(f"{sign} {bound}" for sign, bound in bounds if bound is not None)

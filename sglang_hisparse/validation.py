@@ -17,6 +17,7 @@ from sglang_hisparse.config import DEFAULT_PAGE_SIZE, GIB, ModelFacts, ResolvedC
 from sglang_hisparse.config_text import refuse
 from sglang_hisparse.index_groups import index_groups
 from sglang_hisparse.recording.writer import check_record_file
+from sglang_hisparse.storage.checks import check_storage
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ class FlagRule:
 
 
 _SECOND_TIER = "our host tier takes its place: a host row is the token's id, so no host copy may outlive the id"
+_STORAGE_KEY = "storage below the host tier is named by storage_backend of --hisparse-config"
 _SPLIT_POOL = "every rank must hold whole pages of every layer"
 _LEFT_ROWS = "rows would outlive the request or the tree node that owns their page"
 
@@ -75,8 +77,8 @@ FLAG_RULES: tuple[FlagRule, ...] = (
     FlagRule("disaggregation_decode_enable_offload_kvcache", Accepts.OFF, _SECOND_TIER),
     FlagRule("decoupled_spec_role", Accepts.NULL, "speculative decoding is not supported yet"),
     FlagRule("speculative_algorithm", Accepts.NONE, "speculative decoding is not supported yet"),
-    FlagRule("enable_hierarchical_cache", Accepts.OFF, _SECOND_TIER),
-    FlagRule("hicache_storage_backend", Accepts.OFF, "storage below the host tier is not supported yet"),
+    FlagRule("enable_hierarchical_cache", Accepts.OFF, f"{_SECOND_TIER}; {_STORAGE_KEY}"),
+    FlagRule("hicache_storage_backend", Accepts.OFF, _STORAGE_KEY),
     FlagRule("enable_lmcache", Accepts.OFF, _SECOND_TIER),
     FlagRule("enable_flexkv", Accepts.OFF, _SECOND_TIER),
     FlagRule("enable_unified_cache_external_linker", Accepts.OFF, _SECOND_TIER),
@@ -121,6 +123,7 @@ def validate_server_args(view: Any, original: Callable[[Any], None] | None = Non
     resolved = resolve_settings(view.hisparse_config, model_config, page_size=view.page_size)
     if resolved.record_file is not None:
         check_record_file(Path(resolved.record_file))
+    check_storage(resolved, radix_cache=not view.disable_radix_cache)
     if original is not None:
         original(_radix_lifted(view))
     for note in config.notes():

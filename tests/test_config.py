@@ -50,6 +50,7 @@ REFUSED = [
     ('{"residency": null}', 'residency: null is not allowed; allowed: "hybrid" or "always_host"'),
     ('{"mirroring": 1}', 'mirroring: 1 is an integer; allowed: "eager" or "on_pressure"'),
     ('{"eviction": "score"}', 'eviction: "score" is not a known word; allowed: "lru" or "index_score"'),
+    ('{"admission": "fast"}', 'admission: "fast" is not a known word; allowed: "throughput" or "latency"'),
     ('{"watermark_low": NaN}', "watermark_low: NaN is not a finite number; allowed: a number >= 0 and < 1"),
     ('{"watermark_low": -0.1}', "watermark_low: -0.1 is below 0; allowed: a number >= 0 and < 1"),
     ('{"watermark_high": 1}', "watermark_high: 1 is not below 1; allowed: a number >= 0 and < 1"),
@@ -66,6 +67,10 @@ REFUSED = [
         '{"promote_mib_per_step": -1}',
         "promote_mib_per_step: -1 is below 0; allowed: an integer >= 0 and <= 1048576",
     ),
+    ('{"storage_backend": ""}', 'storage_backend: "" is empty; allowed: a string that is not empty, or null'),
+    ('{"storage_extra_config": "x"}', 'storage_extra_config: "x" is a string; allowed: an object, or null'),
+    ('{"storage_extra_config": {}}', "storage_extra_config: {} has no storage_backend to go to; allowed: null, or both keys"),
+    ('{"storage_wait_seconds": -1}', "storage_wait_seconds: -1 is below 0; allowed: a number >= 0"),
     ('{"swap_in_block_size": "x"}', 'swap_in_block_size: "x" is a string; allowed: an integer >= 1, or null'),
     ('{"top_k": 1, "top_k": 2}', "top_k: 2 is given after 1; allowed: each key once"),
     (

@@ -11,7 +11,9 @@ from sglang_hisparse.residency.invariants import check
 
 def coordinator() -> ResidencyCoordinator:
     limits = ResidencyLimits(num_logical_pages=16, num_device_pages=8, num_slots=3, max_pages_per_slot=16, hot_pages=2)
-    return ResidencyCoordinator(limits, ResidencyPolicy(), DevicePages(8), lambda transfers: [t.transfer_id for t in transfers])
+    return ResidencyCoordinator(
+        limits, ResidencyPolicy(), DevicePages(8), lambda transfers: [t.transfer_id for t in transfers]
+    )
 
 
 def test_an_adopted_page_is_host_only_and_can_be_promoted_and_freed() -> None:
