@@ -1,9 +1,17 @@
 #!/usr/bin/env python3
 """Measure plain SGLang, SGLang's own HiSparse and sglang-hisparse side by side, on one GPU.
 
-Starts each system once, sends the same random-token prompts at every concurrency, and adds rows to serving_h200.json:
-output tok/s, tok/s of decode alone (after a wave's last first token), TTFT and ITL. All systems get the same device
-pool. A prompt is never sent twice to a server, so that no prefix is cached.
+The pool of plain SGLang holds 12.5 contexts (--pool-contexts), so it grows with the context and there is one server per
+context and system. All servers of a context start at once, those of several contexts too while --servers-at-once allows it;
+then they are measured one after another, each concurrency on every system before the next. A prompt is never sent twice to a
+server, so that no prefix is cached. Rows are written as they come.
+
+--equal tokens: every system gets the same device pool, and HiSparse's index keys of all logical tokens come on top of it;
+results in serving_h200.json. --equal bytes: KV rows and index keys together take the same GPU memory in every system;
+results in serving_equal_memory_h200.json, where pool_tokens is the pool of plain SGLang.
+
+Columns: output tok/s, tok/s of decode alone (after a wave's last first token), TTFT and ITL. `ratios` in the file compares
+ours with the better of the others, point by point.
 """
 
 import argparse
@@ -11,12 +19,15 @@ import pathlib
 import shlex
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from serving.client import Reply, Timing, random_prompts, send, summarise
 from serving.fidelity import growth, settled_counters
-from serving.results import SERVING_IDENTITY, SERVING_KEYS, current_commit, update, versions
-from serving.server import Limits, Paths, Server, ServerError, ServerSpec, running
+from serving.fleet import Member, Pool, dry_run, fleet, hisparse_pool, member, plain_pool
+from serving.results import SERVING_IDENTITY, SERVING_KEYS, current_commit, read_document, update, versions
+from serving.server import Paths, Server, ServerError, ServerSpec
 
 # SGLang's own HiSparse refuses to run with the prefix cache.
 SYSTEMS = {
@@ -24,6 +35,8 @@ SYSTEMS = {
     "builtin": ServerSpec("bench-builtin", hisparse=True, radix=False),
     "ours": ServerSpec("bench-ours", hisparse=True, plugin=True),
 }
+FILES = {"tokens": "serving_h200.json", "bytes": "serving_equal_memory_h200.json"}
+START_SECONDS, POINT_SECONDS = 90.0, 15.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,28 +49,99 @@ class Load:
     output: int
 
 
-def loads(args: argparse.Namespace) -> list[Load]:
-    """The loads of one run, smallest concurrency first; a single stream is repeated to average over prompts."""
-    return [
-        Load(concurrency, 4 if concurrency == 1 else 1, args.context, args.output)
-        for concurrency in sorted(args.concurrency)
-    ]
+@dataclass(slots=True)
+class Run:
+    """One call: its arguments, when it must be over, what failed or was left out."""
+
+    args: argparse.Namespace
+    ends: float
+    failures: list[str] = field(default_factory=list)
+    counters: dict[str, dict[str, int]] = field(default_factory=dict)
+
+    @property
+    def path(self) -> pathlib.Path:
+        """The result file."""
+        return self.args.out / FILES[self.args.equal]
+
+    def left_s(self) -> float:
+        """Seconds until the call must be over."""
+        return self.ends - time.monotonic()
+
+    def miss(self, what: str) -> None:
+        """Print and keep what is missing in the result."""
+        print(what, flush=True)
+        self.failures.append(what)
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Add one row, and the ratios that follow from all rows."""
+        args = self.args
+        base = args.base or pathlib.Path("scripts/results") / FILES[args.equal]
+        head = {"commit": args.commit, "versions": versions(args.site), "command": args.command}
+        update(self.path, base, [row], SERVING_KEYS, SERVING_IDENTITY, head)
+        tail = {"ratios": ratios(read_document(self.path)["rows"])}
+        if args.equal == "bytes":
+            tail["equal_memory"] = {"ratio": args.ratio, "pool_tokens": "of plain SGLang; the others get its bytes"}
+        update(self.path, self.path, [], SERVING_KEYS, SERVING_IDENTITY, tail)
+
+
+def pool_tokens(args: argparse.Namespace, context: int) -> int:
+    """Pool of plain SGLang for a context."""
+    return args.pool_tokens or round(args.pool_contexts * context)
+
+
+def pool_of(args: argparse.Namespace, system: str, context: int) -> Pool:
+    """Pool of a system for a context."""
+    tokens = pool_tokens(args, context)
+    if not SYSTEMS[system].hisparse:
+        return plain_pool(tokens, args.layers, args.kv_dtype)
+    return hisparse_pool(tokens, args.ratio, args.layers, args.kv_dtype, args.equal)
+
+
+def points(args: argparse.Namespace) -> dict[int, list[int]]:
+    """Concurrencies, smallest first, of every context that is to be measured, shortest first."""
+    chosen = args.points or [(context, many) for context in args.context for many in args.concurrency]
+    grid: dict[int, list[int]] = {}
+    for context, many in sorted(set(chosen)):
+        grid.setdefault(context, []).append(many)
+    return grid
+
+
+def groups(args: argparse.Namespace, contexts: Sequence[int]) -> list[list[int]]:
+    """Contexts whose servers run at the same time."""
+    size = max(1, args.servers_at_once // len(args.systems))
+    return [list(contexts[first : first + size]) for first in range(0, len(contexts), size)]
+
+
+def members_of(args: argparse.Namespace, contexts: Sequence[int]) -> dict[str, Member]:
+    """The servers of some contexts, by "system@context"."""
+    return {
+        f"{system}@{context}": member(
+            SYSTEMS[system],
+            pool_of(args, system, context),
+            ratio=args.ratio,
+            max_running=64,
+            kv_dtype=args.kv_dtype,
+            name=f"{SYSTEMS[system].name}-{context}",
+        )
+        for context in contexts
+        for system in args.systems
+    }
 
 
 def measure(server: Server, load: Load, seed: int, timeout_s: float) -> tuple[Timing, dict[str, int]]:
-    """Send one load; return its figures and what the plugin's counters gained. Raises ValueError on a failure."""
+    """Send one load; return its figures and the plugin's counters after it. Raises ValueError on a failure."""
     prompts = random_prompts(seed * 1000 + load.concurrency, [load.context] * (load.concurrency * load.waves))
-    before = settled_counters(server)
     waves: list[list[Reply]] = []
     for first in range(0, len(prompts), load.concurrency):
         wave = prompts[first : first + load.concurrency]
         waves.append(send(server.url, wave, load.output, load.concurrency, timeout_s))
-    return summarise(waves), growth(before, settled_counters(server))
+    server.check_alive()
+    return summarise(waves), settled_counters(server)
 
 
 def result_row(
     args: argparse.Namespace, system: str, load: Load, timing: Timing, counts: dict[str, int]
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """One row of the result file."""
     return {
         "model": args.model_name,
@@ -65,7 +149,7 @@ def result_row(
         "context": load.context,
         "output": load.output,
         "concurrency": load.concurrency,
-        "pool_tokens": args.pool_tokens,
+        "pool_tokens": pool_tokens(args, load.context),
         "system": system,
         "output_tok_s": round(timing.output_tok_s, 1),
         "decode_tok_s": round(timing.decode_tok_s, 1),
@@ -76,55 +160,108 @@ def result_row(
     }
 
 
-def run_system(args: argparse.Namespace, system: str, paths: Paths, limits: Limits) -> None:
-    """Start one system and measure every load; rows are written as they come. Raises ServerError, ValueError."""
-    head = {"commit": args.commit, "versions": versions(args.site), "command": args.command}
-    with running(SYSTEMS[system], paths, limits, args.port, args.start_timeout) as server:
-        # The longest prefill chunk and every batch size compile or warm up before the clock runs.
-        send(server.url, random_prompts(-1, [args.context] * 2), 16, 2, args.request_timeout)
-        server.flush()
-        for load in loads(args):
-            timing, counts = measure(server, load, args.seed, args.request_timeout)
-            server.check_alive()
-            row = result_row(args, system, load, timing, counts)
-            update(args.out / "serving_h200.json", args.base, [row], SERVING_KEYS, SERVING_IDENTITY, head)
-            print(f"[{system}] {load.concurrency} at once: {timing.output_tok_s:.1f} output tok/s, "
-                  f"{timing.decode_tok_s:.1f} decode tok/s, TTFT {timing.ttft_s:.2f} s, ITL {timing.itl_ms:.2f} ms, "
-                  f"{counts}", flush=True)  # fmt: skip
+def ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Ours over the better of the others, for every point that has ours and another system; output tok/s."""
+    keys = [key for key in SERVING_IDENTITY if key != "system"]
+    entries = []
+    for point in dict.fromkeys(tuple(row[key] for key in keys) for row in rows):
+        speed = {row["system"]: row["output_tok_s"] for row in rows if tuple(row[key] for key in keys) == point}
+        ours = speed.pop("ours", None)
+        if ours is None or not speed:
+            continue
+        better = max(speed, key=lambda system: speed[system])
+        entry = dict(zip(keys, point, strict=True)) | {"better": better, "others": len(speed)}
+        entries.append(entry | {"ours_over_better": round(ours / speed[better], 3)})
+    return entries
+
+
+def measure_group(run: Run, servers: dict[str, Server], grid: dict[int, list[int]], contexts: Sequence[int]) -> None:
+    """Every point of these contexts on every server that runs."""
+    args = run.args
+    for context in contexts:
+        here = {system: servers.get(f"{system}@{context}") for system in args.systems}
+        for system, server in here.items():
+            if server is None:
+                run.miss(f"[{system}@{context}] did not start")
+                continue
+            # The longest prefill chunk and the batch sizes compile or warm up before the clock runs.
+            send(server.url, random_prompts(-1, [context] * 2), 16, 2, args.request_timeout)
             server.flush()
+            run.counters[f"{system}@{context}"] = settled_counters(server)
+        for concurrency in grid[context]:
+            for system, server in here.items():
+                if server is not None:
+                    measure_point(run, system, server, context, concurrency)
+
+
+def measure_point(run: Run, system: str, server: Server, context: int, concurrency: int) -> None:
+    """One row, or a line that says why there is none."""
+    args, key = run.args, f"{system}@{context}"
+    if run.left_s() < POINT_SECONDS:
+        run.miss(f"[{key}] {concurrency} at once left out: {run.left_s():.0f} s are left")
+        return
+    load = Load(concurrency, args.waves if concurrency == 1 else 1, context, args.output)
+    timeout_s = min(args.request_timeout, run.left_s())
+    try:
+        timing, after = measure(server, load, args.seed, timeout_s)
+    except (ServerError, ValueError) as error:
+        run.miss(f"[{key}] {concurrency} at once FAILED: {error}")
+        return
+    counts = growth(run.counters[key], after)
+    run.counters[key] = after
+    run.write(result_row(args, system, load, timing, counts))
+    print(f"[{key}] {concurrency} at once: {timing.output_tok_s:.1f} output tok/s, {timing.decode_tok_s:.1f} decode tok/s, "
+          f"TTFT {timing.ttft_s:.2f} s, ITL {timing.itl_ms:.2f} ms, {counts}", flush=True)  # fmt: skip
+    server.flush()
+
+
+def _point(text: str) -> tuple[int, int]:
+    context, _, concurrency = text.partition("x")
+    return int(context), int(concurrency)
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """Command line."""
+
+    def numbers(text: str) -> list[int]:
+        return [int(number) for number in text.split(",")]
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=pathlib.Path, help="checkpoint folder of make_tiny_dsa.py")
     parser.add_argument("--model-name", default="tiny-dsa-8l", help="name in the result rows")
-    parser.add_argument("--out", type=pathlib.Path, required=True, help="folder for serving_h200.json")
+    parser.add_argument("--layers", type=int, default=8, help="layers of the checkpoint")
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="folder for the result file")
     parser.add_argument(
         "--logs", type=pathlib.Path, default=pathlib.Path("/tmp/sglang-logs"), help="server logs, counters"
     )
-    parser.add_argument("--base", type=pathlib.Path, default=pathlib.Path("scripts/results/serving_h200.json"),
-                        help="result file whose rows are carried over")  # fmt: skip
-    parser.add_argument("--systems", default=",".join(SYSTEMS), help="comma-separated, run in the order given")
-    parser.add_argument("--concurrency", type=lambda text: [int(n) for n in text.split(",")], default=[1, 16, 48])
-    parser.add_argument("--context", type=int, default=16_000, help="tokens of a prompt")
+    parser.add_argument("--base", type=pathlib.Path,
+                        help="result file whose rows are carried over; default: the committed one of the same name")  # fmt: skip
+    parser.add_argument("--systems", type=lambda text: text.split(","), default=list(SYSTEMS), help="comma-separated")
+    parser.add_argument("--context", type=numbers, default=[16_000], help="tokens of a prompt, comma-separated")
+    parser.add_argument("--concurrency", type=numbers, default=[1, 4, 16, 48])
+    parser.add_argument("--points", type=lambda text: [_point(one) for one in text.split(",")],
+                        help="these points only, instead of the whole grid: CONTEXTxCONCURRENCY, comma-separated")  # fmt: skip
     parser.add_argument("--output", type=int, default=256, help="tokens to generate")
-    parser.add_argument("--pool-tokens", type=int, default=200_000)
-    parser.add_argument("--kv-dtype", default="bfloat16")
+    parser.add_argument("--waves", type=int, default=4, help="how often a single stream is repeated")
+    parser.add_argument("--equal", choices=list(FILES), default="tokens", help="what is equal between the systems")
+    parser.add_argument("--ratio", type=int, default=6, help="logical tokens per device token of the HiSparse systems")
+    parser.add_argument("--pool-contexts", type=float, default=12.5, help="contexts that plain SGLang's pool holds")
+    parser.add_argument("--pool-tokens", type=int, help="plain SGLang's pool for every context, instead")
+    parser.add_argument("--kv-dtype", default="bfloat16", choices=["bfloat16", "fp8_e4m3"])
+    parser.add_argument("--servers-at-once", type=int, default=6)
     parser.add_argument("--commit", default=current_commit(), help="default: HEAD of this repository")
     parser.add_argument("--seed", type=int, default=11)
-    parser.add_argument(
-        "--budget", type=float, default=570.0, help="seconds; a system is not started with under 130 left"
-    )
+    parser.add_argument("--budget", type=float, default=570.0, help="seconds for the whole call, starts included")
     parser.add_argument("--start-timeout", type=float, default=240.0)
     parser.add_argument("--request-timeout", type=float, default=150.0)
-    parser.add_argument("--port", type=int, default=30000)
+    parser.add_argument("--port", type=int, default=30000, help="of the first server; each takes ten")
     parser.add_argument("--site", default="/opt/site", help="folder with SGLang")
     parser.add_argument("--plugin", default="/opt/plugin", help="folder with sglang-hisparse installed")
     parser.add_argument("--cache", default="/opt/cache", help="folder of compiled kernels")
+    parser.add_argument("--dry-run", action="store_true", help="print the servers' commands and pools, start nothing")
     args = parser.parse_args(argv)
     args.command = shlex.join(["python3", "scripts/bench_serving.py", *(sys.argv[1:] if argv is None else argv)])
-    unknown = [system for system in args.systems.split(",") if system not in SYSTEMS]
+    unknown = [system for system in args.systems if system not in SYSTEMS]
     if unknown:
         parser.error(f"unknown systems {unknown}; known: {', '.join(SYSTEMS)}")
     if not args.commit:
@@ -133,22 +270,27 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit status: 0, or 1 when a system failed or was left out."""
+    """Exit status: 0, or 1 when a point failed or was left out."""
     args = parse_arguments(argv)
     paths = Paths(args.model, args.logs, args.site, args.plugin, args.cache)
-    limits = Limits(pool_tokens=args.pool_tokens, kv_dtype=args.kv_dtype)
-    start, failed = time.monotonic(), []
-    for system in args.systems.split(","):
-        if args.budget - (time.monotonic() - start) < 130:
-            print(f"[{system}] left out: too little of the budget is left", flush=True)
-            failed.append(system)
+    run, grid = Run(args, time.monotonic() + args.budget), points(args)
+    for contexts in groups(args, list(grid)):
+        members = members_of(args, contexts)
+        if args.dry_run:
+            print(dry_run(members, paths, args.port))
+            print({f"{name}@{context}": pool_of(args, name, context) for context in contexts for name in args.systems})
+            continue
+        if run.left_s() < START_SECONDS + POINT_SECONDS:
+            run.miss(f"contexts {contexts} left out: {run.left_s():.0f} s are left")
             continue
         try:
-            run_system(args, system, paths, limits)
+            with fleet(members, paths, args.port, min(args.start_timeout, run.left_s())) as servers:
+                measure_group(run, servers, grid, contexts)
         except (ServerError, ValueError) as error:
-            print(f"[{system}] FAILED: {error}", flush=True)
-            failed.append(system)
-    return 1 if failed else 0
+            run.miss(f"contexts {contexts} FAILED: {error}")
+    for what in run.failures:
+        print(f"missing: {what[:300]}", flush=True)
+    return 1 if run.failures else 0
 
 
 if __name__ == "__main__":

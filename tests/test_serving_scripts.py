@@ -1,9 +1,9 @@
 """Tests of the serving scripts without a GPU: a fake server speaks SGLang's HTTP, the rest is arguments and files."""
 
 import asyncio
+import itertools
 import json
 import pathlib
-import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -14,52 +14,16 @@ aiohttp_web = pytest.importorskip("aiohttp.web", reason="aiohttp is not installe
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "scripts"))
 
-import bench_serving  # noqa: E402
-import verify_server  # noqa: E402
-from serving import client, fidelity, results, server  # noqa: E402
-
-FAKE_SERVER = """
-import http.server, json, os, pathlib, sys, time
-port = int(sys.argv[sys.argv.index("--port") + 1])
-stats = pathlib.Path(os.environ["SGLANG_HISPARSE_STATS_FILE"])
-if os.environ.get("FAKE_BROKEN"):
-    print("out of patience"); sys.exit(7)
-class Handler(http.server.BaseHTTPRequestHandler):
-    served = 0
-    def log_message(self, *args): pass
-    def answer(self, body, status=200):
-        self.send_response(status); self.end_headers(); self.wfile.write(body)
-    def do_GET(self): self.answer(b"ok")
-    def do_POST(self):
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        if self.path == "/flush_cache": return self.answer(b"flushed")
-        request = json.loads(body); count = request["sampling_params"]["max_new_tokens"]
-        wrong = int(os.environ.get("FAKE_WRONG_AFTER", 10**9))
-        self.send_response(200); self.end_headers()
-        tokens = []
-        for step in range(count):
-            tokens.append((sum(request["input_ids"]) * 31 + 7 * step + (step >= wrong)) % 32768)
-            self.wfile.write(b"data: " + json.dumps({"output_ids": tokens}).encode() + b"\\n\\n")
-        self.wfile.write(b"data: [DONE]\\n\\n")
-        Handler.served += 1
-        stats.write_text(json.dumps({"pages_spilled": Handler.served, "rows_fetched": 10 * Handler.served}))
-http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
-"""
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+import bench_serving
+import verify_server
+from fake_sglang import free_port, install
+from serving import client, fidelity, fleet, results, server
 
 
 @pytest.fixture
-def fake_sglang(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> server.Paths:
+def fake_paths(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> server.Paths:
     """Paths whose `site` holds a package that answers like SGLang, so that the scripts start it as a real process."""
-    package = tmp_path / "site" / "sglang"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text("")
-    (package / "launch_server.py").write_text(FAKE_SERVER)
+    install(tmp_path / "site")
     monkeypatch.setattr(fidelity.time, "sleep", lambda seconds: None)
     return server.Paths(
         tmp_path / "model", tmp_path / "logs", str(tmp_path / "site"), str(tmp_path / "plugin"), str(tmp_path / "cache")
@@ -84,7 +48,7 @@ def streaming_url() -> Iterator[str]:
         await response.write(b"data: [DONE]\n\n")
         return response
 
-    ready, stop, port = threading.Event(), threading.Event(), _free_port()
+    ready, stop, port = threading.Event(), threading.Event(), free_port()
 
     async def serve() -> None:
         app = aiohttp_web.Application()
@@ -126,7 +90,7 @@ def test_client_reports_refusals_and_short_answers(streaming_url: str) -> None:
 
 def test_client_reports_a_server_that_is_gone() -> None:
     """Goal: no server is an error in the reply. Method: a port that nobody listens on."""
-    (reply,) = client.send(f"http://127.0.0.1:{_free_port()}", [[1, 2, 3]], 4, 1)
+    (reply,) = client.send(f"http://127.0.0.1:{free_port()}", [[1, 2, 3]], 4, 1)
     assert "ClientConnector" in reply.error
 
 
@@ -151,10 +115,10 @@ def test_prompts_depend_on_seed_and_index_only() -> None:
     assert lengths == client.spread_lengths(32, 4096, 32256) != sorted(lengths)
 
 
-def test_server_starts_answers_flushes_and_ends(fake_sglang: server.Paths) -> None:
+def test_server_starts_answers_flushes_and_ends(fake_paths: server.Paths) -> None:
     """Goal: one process group from start to end. Method: a fake sglang package on the server's path."""
     spec = server.ServerSpec("one", hisparse=True, plugin=True)
-    with server.running(spec, fake_sglang, server.Limits(), _free_port(), 60) as running:
+    with server.running(spec, fake_paths, server.Limits(), free_port(), 60) as running:
         assert running.flush()
         client.send(running.url, [[1, 2]], 3, 1)
         assert running.counters()["pages_spilled"] == 1
@@ -164,12 +128,23 @@ def test_server_starts_answers_flushes_and_ends(fake_sglang: server.Paths) -> No
         running.check_alive()
 
 
-def test_server_that_dies_at_start_shows_its_log(fake_sglang: server.Paths) -> None:
+def test_server_that_dies_at_start_shows_its_log(fake_paths: server.Paths) -> None:
     """Goal: the reason of a failed start is in the error. Method: a fake server that prints and exits."""
-    spec = server.ServerSpec("broken", env={"FAKE_BROKEN": "1"})
-    with pytest.raises(server.ServerError, match="(?s)code 7 while starting.*out of patience"):
-        with server.running(spec, fake_sglang, server.Limits(), _free_port(), 60):
-            pass
+    spec = server.ServerSpec("broken", env={"FAKE_BROKEN": "broken"})
+    with (
+        pytest.raises(server.ServerError, match="(?s)code 7 while starting.*out of patience"),
+        server.running(spec, fake_paths, server.Limits(), free_port(), 60),
+    ):
+        pass
+
+
+def test_failures_are_found_in_a_log(fake_paths: server.Paths) -> None:
+    """Goal: a traceback is told by what it ended with. Method: lines written behind those of the start."""
+    with server.running(server.ServerSpec("log"), fake_paths, server.Limits(), free_port(), 60) as running:
+        assert running.errors() == []
+        with running.log.open("a") as log:
+            log.write("ready\nTraceback (most recent call last):\n  File x\n    y()\nKeyError: 5\n[now] ERROR: no\n")
+        assert running.errors() == ["Traceback (most recent call last): ... KeyError: 5", "[now] ERROR: no"]
 
 
 @pytest.mark.parametrize("system", ["plain", "builtin", "ours"])
@@ -219,21 +194,21 @@ def test_first_difference(expected: list[int], got: list[int], place: int | None
 def _verify(paths: server.Paths, out: pathlib.Path, *extra: str) -> int:
     return verify_server.main([
         str(paths.model), "--out", str(out), "--logs", str(paths.logs), "--site", paths.site, "--plugin", paths.plugin,
-        "--cache", paths.cache, "--port", str(_free_port()), "--prompts", "4", "--at-once", "6", "--shortest", "20",
+        "--cache", paths.cache, "--port", str(free_port()), "--prompts", "4", "--at-once", "6", "--shortest", "20",
         "--longest", "60", "--output", "80", "--commit", "abc", "--base", str(out / "none.json"), "--flush-after", "0",
         "--budget", "2000", *extra,
     ])  # fmt: skip
 
 
 def test_comparison_end_to_end_on_a_fake_server(
-    fake_sglang: server.Paths, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    fake_paths: server.Paths, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Goal: phases, reuse of plain's tokens, counters and result form. Method: a fake server that always agrees."""
     out = tmp_path / "out"
-    assert _verify(fake_sglang, out, "--phases", "plain,ours") == 0
-    assert _verify(fake_sglang, out, "--phases", "host,pressure,noradix") == 0
+    assert _verify(fake_paths, out, "--phases", "plain,ours") == 0
+    assert _verify(fake_paths, out, "--phases", "host,pressure,noradix") == 0
     document = json.loads((out / "fidelity_h200.json").read_text())
-    assert list(document)[0] == "commit" and document["commit"] == "abc" and "python" in document["versions"]
+    assert next(iter(document)) == "commit" and document["commit"] == "abc" and "python" in document["versions"]
     assert document["checkpoint"] == {"prompts": 4, "texts_with_64_distinct_tokens": 4}
     rows = {row["case"]: row for row in document["rows"]}
     assert rows["hybrid, one at a time"]["identical"] == 4 and rows["forced spills, 6 at once"]["identical"] == 6
@@ -244,18 +219,18 @@ def test_comparison_end_to_end_on_a_fake_server(
     )
     assert all(tuple(row) == results.FIDELITY_KEYS for row in rows.values())
     # A server whose texts do not react to planted faults, or react without one, must fail the run.
-    assert _verify(fake_sglang, out, "--phases", "fault") == 1
+    assert _verify(fake_paths, out, "--phases", "fault") == 1
     monkeypatch.setenv("FAKE_WRONG_AFTER", "33")
-    assert _verify(fake_sglang, out, "--phases", "fault") == 0
-    assert _verify(fake_sglang, out, "--phases", "noradix") == 1
+    assert _verify(fake_paths, out, "--phases", "fault") == 0
+    assert _verify(fake_paths, out, "--phases", "noradix") == 1
     rows = {row["case"]: row for row in json.loads((out / "fidelity_h200.json").read_text())["rows"]}
     assert rows["no prefix cache, 6 at once"]["identical"] == 0
 
 
-def test_comparison_without_expected_tokens_or_time(fake_sglang: server.Paths, tmp_path: pathlib.Path) -> None:
+def test_comparison_without_expected_tokens_or_time(fake_paths: server.Paths, tmp_path: pathlib.Path) -> None:
     """Goal: nothing is compared with nothing; phases beyond the budget are named. Method: no plain file; 1 s."""
-    assert _verify(fake_sglang, tmp_path / "out", "--phases", "host") == 2
-    assert _verify(fake_sglang, tmp_path / "out", "--phases", "plain", "--budget", "1") == 3
+    assert _verify(fake_paths, tmp_path / "out", "--phases", "host") == 2
+    assert _verify(fake_paths, tmp_path / "out", "--phases", "plain", "--budget", "1") == 3
 
 
 def test_expected_tokens_of_other_prompts_are_refused(tmp_path: pathlib.Path) -> None:
@@ -266,14 +241,14 @@ def test_expected_tokens_of_other_prompts_are_refused(tmp_path: pathlib.Path) ->
         fidelity.PlainOutputs.load(tmp_path / "plain.json", {"seed": 2})
 
 
-def test_benchmark_end_to_end_on_a_fake_server(fake_sglang: server.Paths, tmp_path: pathlib.Path) -> None:
+def test_benchmark_end_to_end_on_a_fake_server(fake_paths: server.Paths, tmp_path: pathlib.Path) -> None:
     """Goal: rows of all systems in the issue's form, replaced when measured again. Method: a fake server, two calls."""
     out = tmp_path / "out"
 
     def bench(*extra: str) -> int:
         return bench_serving.main([
-            str(fake_sglang.model), "--out", str(out), "--logs", str(fake_sglang.logs), "--site", fake_sglang.site,
-            "--plugin", fake_sglang.plugin, "--cache", fake_sglang.cache, "--port", str(_free_port()),
+            str(fake_paths.model), "--out", str(out), "--logs", str(fake_paths.logs), "--site", fake_paths.site,
+            "--plugin", fake_paths.plugin, "--cache", fake_paths.cache, "--port", str(free_port()),
             "--context", "30", "--output", "8", "--concurrency", "1,3", "--commit", "abc",
             "--base", str(out / "none.json"), *extra,
         ])  # fmt: skip
@@ -281,11 +256,58 @@ def test_benchmark_end_to_end_on_a_fake_server(fake_sglang: server.Paths, tmp_pa
     assert bench() == 0
     assert bench("--systems", "ours") == 0
     document = json.loads((out / "serving_h200.json").read_text())
-    assert [key for key in document if key != "rows"] == ["commit", "versions", "command"]
+    assert [key for key in document if key != "rows"] == ["commit", "versions", "command", "ratios"]
     assert len(document["rows"]) == 6 and all(tuple(row) == results.SERVING_KEYS for row in document["rows"])
     assert {row["system"] for row in document["rows"]} == {"plain", "builtin", "ours"}
     assert all(row["output_tok_s"] > 0 and row["decode_tok_s"] > 0 for row in document["rows"])
+    # One point, measured again in the end, whose ratio follows from the rows.
+    assert {(one["concurrency"], one["others"]) for one in document["ratios"]} == {(1, 2), (3, 2)}
+    speed = {row["system"]: row["output_tok_s"] for row in document["rows"] if row["concurrency"] == 3}
+    (three,) = (one for one in document["ratios"] if one["concurrency"] == 3)
+    assert three["ours_over_better"] == round(speed["ours"] / max(speed["plain"], speed["builtin"]), 3)
     assert bench("--systems", "plain", "--budget", "10") == 1
+
+
+def test_grid_starts_servers_together_and_scales_pools(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture) -> None:
+    """Goal: a grid costs few starts, and the pool holds as many contexts everywhere. Method: a dry run, read back."""
+    args = [str(tmp_path), "--out", str(tmp_path), "--commit", "abc", "--context", "4000,16000,64000"]
+    parsed = bench_serving.parse_arguments(args)
+    assert bench_serving.points(parsed) == {context: [1, 4, 16, 48] for context in (4000, 16000, 64000)}
+    assert bench_serving.groups(parsed, [4000, 16000, 64000]) == [[4000, 16000], [64000]]
+    assert [bench_serving.pool_tokens(parsed, context) for context in (4000, 16000)] == [50_000, 200_000]
+    assert bench_serving.main([*args, "--points", "16000x48,4000x1", "--equal", "bytes", "--dry-run"]) == 0
+    commands = [line for line in capsys.readouterr().out.splitlines() if "launch_server" in line]
+    ports = {word for line in commands for flag, word in itertools.pairwise(line.split()) if flag.endswith("port")}
+    assert len(commands) == 6 and len(ports) == 12
+    assert sum("--max-total-tokens 200000" in line for line in commands) == 1  # plain alone keeps its tokens
+
+
+def test_a_server_that_does_not_start_leaves_the_others(
+    fake_paths: server.Paths, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Goal: one broken system costs its own rows only. Method: a fleet whose built-in server dies while starting."""
+    monkeypatch.setenv("FAKE_BROKEN", "builtin")
+    out = tmp_path / "out"
+    status = bench_serving.main([
+        str(fake_paths.model), "--out", str(out), "--logs", str(fake_paths.logs), "--site", fake_paths.site,
+        "--plugin", fake_paths.plugin, "--cache", fake_paths.cache, "--port", str(free_port()), "--context", "30",
+        "--output", "4", "--points", "30x2", "--commit", "abc", "--base", str(out / "none.json"),
+    ])  # fmt: skip
+    assert status == 1
+    document = json.loads((out / "serving_h200.json").read_text())
+    assert [row["system"] for row in document["rows"]] == ["plain", "ours"]
+    assert document["ratios"][0]["others"] == 1
+
+
+@pytest.mark.parametrize("ratio", [1, 2, 6, 8])
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8_e4m3"])
+def test_equal_memory_is_equal(ratio: int, dtype: str) -> None:
+    """Goal: no system gets more GPU memory than another. Method: bytes of both pools, less than a page apart."""
+    plain, sparse = fleet.plain_pool(100_000, 8, dtype), fleet.hisparse_pool(100_000, ratio, 8, dtype)
+    page = 64 * 8 * (fleet.ROW_BYTES[dtype] + ratio * fleet.INDEX_ROW_BYTES)
+    assert 0 <= plain.gpu_bytes - sparse.gpu_bytes < page
+    assert sparse.device_tokens % 64 == 0 and sparse.logical_tokens == ratio * sparse.device_tokens
+    assert fleet.hisparse_pool(100_000, ratio, 8, dtype, "tokens").device_tokens == 100_000
 
 
 @pytest.mark.parametrize(

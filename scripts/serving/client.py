@@ -13,13 +13,20 @@ import aiohttp
 
 @dataclass(slots=True)
 class Reply:
-    """One answer. Times are time.perf_counter() seconds; at `arrivals[i]` there were `counts[i]` tokens."""
+    """One answer. Times are time.perf_counter() seconds; at `arrivals[i]` there were `counts[i]` tokens.
+
+    prompt_tokens, cached_tokens, retractions and finish (the type of its finish reason) are as the server last told.
+    """
 
     tokens: list[int] = field(default_factory=list)
     start_s: float = 0.0
     arrivals: list[float] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     error: str = ""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    retractions: int = 0
+    finish: str = ""
 
     @property
     def ttft_s(self) -> float:
@@ -36,6 +43,24 @@ class Reply:
         index = bisect.bisect_right(self.arrivals, moment_s)
         return self.counts[index - 1] if index else 0
 
+    def take(self, line: bytes) -> None:
+        """Read one line of the event stream, whose chunks carry all tokens so far."""
+        if not line.startswith(b"data:") or b"[DONE]" in line:
+            return
+        chunk = json.loads(line[5:])
+        if "error" in chunk:
+            self.error = str(chunk["error"])[:200]
+        meta = chunk.get("meta_info") or {}
+        self.prompt_tokens = meta.get("prompt_tokens", self.prompt_tokens)
+        self.cached_tokens = meta.get("cached_tokens", self.cached_tokens)
+        self.retractions = meta.get("num_retractions", self.retractions)
+        self.finish = (meta.get("finish_reason") or {}).get("type", self.finish)
+        tokens = chunk.get("output_ids") or []
+        if len(tokens) > len(self.tokens):
+            self.tokens = tokens
+            self.arrivals.append(time.perf_counter())
+            self.counts.append(len(tokens))
+
 
 @dataclass(frozen=True, slots=True)
 class Timing:
@@ -47,7 +72,7 @@ class Timing:
     itl_ms: float
 
 
-def random_prompts(seed: int, lengths: Sequence[int], vocab_size: int = 32768) -> list[list[int]]:
+def random_prompts(seed: int | str, lengths: Sequence[int], vocab_size: int = 32768) -> list[list[int]]:
     """One prompt of uniform random tokens for each length; prompt i depends on (seed, i) only."""
     return [
         random.Random(f"{seed}/{index}").choices(range(10, vocab_size), k=length)
@@ -77,26 +102,12 @@ async def _generate(
                     reply.error = f"HTTP {response.status}: {(await response.text())[:200]}"
                     return reply
                 async for line in response.content:
-                    _take(reply, line)
+                    reply.take(line)
         except (aiohttp.ClientError, TimeoutError, json.JSONDecodeError) as error:
             reply.error = f"{type(error).__name__}: {error}"
     if not reply.error and len(reply.tokens) != output_tokens:
         reply.error = f"{len(reply.tokens)} tokens instead of {output_tokens}"
     return reply
-
-
-def _take(reply: Reply, line: bytes) -> None:
-    """Read one line of the event stream, whose chunks carry all tokens so far."""
-    if not line.startswith(b"data:") or b"[DONE]" in line:
-        return
-    chunk = json.loads(line[5:])
-    if "error" in chunk:
-        reply.error = str(chunk["error"])[:200]
-    tokens = chunk.get("output_ids") or []
-    if len(tokens) > len(reply.tokens):
-        reply.tokens = tokens
-        reply.arrivals.append(time.perf_counter())
-        reply.counts.append(len(tokens))
 
 
 async def run_wave(

@@ -13,9 +13,11 @@ SERVING_KEYS = (
     "ttft_s", "itl_ms", "pages_spilled", "rows_fetched",
 )  # fmt: skip
 FIDELITY_KEYS = ("case", "prompts", "identical", "pages_spilled", "rows_fetched", "audited_rows", "mismatches")
+AGENT_KEYS = ("conversations", "turn", "system", "ttft_s", "output_tok_s", "prefilled_tokens")
 # A row with equal identity replaces the older one.
 SERVING_IDENTITY = ("model", "dtype", "context", "output", "concurrency", "pool_tokens", "system")
 FIDELITY_IDENTITY = ("case",)
+AGENT_IDENTITY = ("conversations", "turn", "system")
 
 
 def write_json(path: pathlib.Path, value: Any) -> None:

@@ -145,10 +145,15 @@ class Server:
         if self._process.poll() is not None:
             raise ServerError(self._failure(f"ended with code {self._process.returncode}"))
 
-    def get(self, path: str, timeout_s: float = 5.0, method: str = "GET") -> str | None:
-        """Body of a 200 answer, or None for any other."""
+    def get(
+        self, path: str, timeout_s: float = 5.0, method: str = "GET", body: dict[str, Any] | None = None
+    ) -> str | None:
+        """Body of a 200 answer, or None for any other; `body` is sent as JSON."""
+        data = None if body is None else json.dumps(body).encode()
         try:
-            request = urllib.request.Request(self.url + path, method=method)
+            request = urllib.request.Request(
+                self.url + path, data, {"Content-Type": "application/json"} if data else {}, method=method
+            )
             with urllib.request.urlopen(request, timeout=timeout_s) as response:
                 return response.read().decode()
         except (urllib.error.URLError, OSError):
@@ -179,13 +184,34 @@ class Server:
         return "\n".join(line[:300] for line in text[-4 * lines :] if "server_args" not in line)[-lines * 300 :]
 
     def errors(self) -> list[str]:
-        """Lines logged since the server was ready that look like a failure."""
+        """Lines logged since the server was ready that look like a failure; of a traceback, the line that ends it."""
         marks = ("Traceback (most recent call last)", "] ERROR", "CUDA error", "Scheduler hit an exception")
         text = self.log.read_bytes()[self._ready_bytes :].decode(errors="replace")
-        return [line[:300] for line in text.splitlines() if any(mark in line for mark in marks)]
+        found, in_traceback = [], False
+        for line in text.splitlines():
+            marked = any(mark in line for mark in marks)
+            if in_traceback and line and not line.startswith((" ", "|", "+")):
+                found[-1], in_traceback = f"{found[-1]} ... {line}"[:300], False
+            if marked:
+                found.append(line[:200])
+                in_traceback = marks[0] in line
+        return found
 
     def _failure(self, what: str) -> str:
         return f"server {self.spec.name} {what}; end of {self.log}:\n{self.log_tail()}"
+
+    def ask_to_end(self) -> None:
+        """SIGTERM to the process that was started, as a process manager sends it; does not wait."""
+        self._process.terminate()
+
+    def wait_gone(self, patience_s: float) -> float | None:
+        """Seconds until no process of the group is left, or None when some still is after `patience_s`."""
+        start = time.monotonic()
+        while _group_alive(self._process):
+            if time.monotonic() - start >= patience_s:
+                return None
+            time.sleep(0.1)
+        return time.monotonic() - start
 
     def stop(self, patience_s: float = 15.0) -> None:
         """Ask the process group to end, then end it."""
@@ -194,9 +220,8 @@ class Server:
                 os.killpg(self._process.pid, number)
             except ProcessLookupError:
                 break
-            deadline = time.monotonic() + wait_s
-            while time.monotonic() < deadline and _group_alive(self._process):
-                time.sleep(0.1)
+            if self.wait_gone(wait_s) is not None:
+                break
         self._process.wait()
 
 

@@ -1,0 +1,129 @@
+"""A process that answers like an SGLang server, for the tests of the serving scripts. It has no model and no GPU.
+
+`install` writes it as a package `sglang`, which the scripts then start as they start the real one. Greedy: an answer depends
+on the prompt alone. It caches prefixes, aborts, pauses and keeps a statistics file; FAKE_* variables make it misbehave.
+"""
+
+import socket
+from pathlib import Path
+
+SOURCE = """
+import http.server, json, os, pathlib, signal, sys, threading, time
+
+port = int(sys.argv[sys.argv.index("--port") + 1])
+stats = pathlib.Path(os.environ["SGLANG_HISPARSE_STATS_FILE"])
+plugin = os.environ["SGLANG_PLUGINS"] == "hisparse"
+radix = "--disable-radix-cache" not in sys.argv
+broken = os.environ.get("FAKE_BROKEN", "")
+if broken and broken in stats.name:
+    print("out of patience"); sys.exit(7)
+def number(name, default=0):
+    return int(os.environ.get(name, default)) if plugin else default
+wrong_after = number("FAKE_WRONG_AFTER", 10**9)
+delay = float(os.environ.get("FAKE_DELAY", 0))
+lock, running, aborted, cached = threading.RLock(), {}, set(), []
+resume = threading.Event(); resume.set()
+served = 0
+def write_stats(resident):
+    count = {"pages_spilled": served, "rows_fetched": 10 * served, "audited_rows": served, "errors": 0,
+             "mismatches": number("FAKE_MISMATCHES") if served > 40 else 0,
+             "device_pages_resident": resident, "device_pages_hot": 0}
+    partial = stats.with_suffix(".partial"); partial.write_text(json.dumps(count)); partial.replace(stats)
+def end(*_):
+    time.sleep(float(number("FAKE_SLOW_EXIT")))
+    write_stats(number("FAKE_LEAK")); os._exit(0)
+signal.signal(signal.SIGTERM, end)
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def log_message(self, *args): pass
+    def answer(self, body, status=200):
+        self.send_response(status); self.end_headers(); self.wfile.write(body)
+    def do_GET(self): self.answer(b"ok")
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        request = json.loads(body) if body else {}
+        if self.path == "/generate": return self.generate(request)
+        with lock:
+            if self.path == "/flush_cache":
+                if running: return self.answer(b"busy", 400)
+                cached.clear()
+            elif self.path == "/abort_request": aborted.add(request["rid"])
+            elif self.path == "/pause_generation":
+                resume.clear()
+                if request["mode"] == "abort": aborted.update(running)
+            elif self.path == "/continue_generation": resume.set()
+        self.answer(b"done")
+    def generate(self, request):
+        global served
+        prompt, count = request["input_ids"], request["sampling_params"]["max_new_tokens"]
+        rid = request.get("rid", f"own-{id(request)}")
+        with lock:
+            served += 1; mine = served; running[rid] = True
+            hit = max((common(prompt, other) for other in cached), default=0) if radix else 0
+            hit = min(hit, len(prompt) - 1)
+        done = b""
+        try:
+            if self.stream(prompt, count, rid, hit, mine): done = b"data: [DONE]\\n\\n"
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+        with lock:
+            running.pop(rid); write_stats(1)
+        try:
+            self.wfile.write(done)
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+    def stream(self, prompt, count, rid, hit, mine):
+        self.send_response(200); self.end_headers()
+        tokens, first = [], sum(prompt) * 31
+        drops = number("FAKE_DROPS") and mine % number("FAKE_DROPS") == 0
+        for step in range(count):
+            resume.wait(); time.sleep(delay)
+            if drops and step: return False
+            reason = None
+            with lock:
+                if rid in aborted: reason = {"type": "abort", "message": "Aborted"}
+            if reason is None:
+                tokens.append((first + 7 * step + (step >= wrong_after)) % 32768)
+                if step == count - 1: reason = {"type": "length", "length": count}
+            meta = {"prompt_tokens": len(prompt), "cached_tokens": hit, "num_retractions": 1, "finish_reason": reason}
+            self.wfile.write(b"data: " + json.dumps({"output_ids": tokens, "meta_info": meta}).encode() + b"\\n\\n")
+            self.wfile.flush()
+            if reason: break
+        with lock: cached.append(prompt + tokens[:-1])
+        return True
+def common(left, right):
+    same = 0
+    for one, other in zip(left, right):
+        if one != other: break
+        same += 1
+    return same
+class Server(http.server.ThreadingHTTPServer):
+    request_queue_size = 256
+Server(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+
+def install(folder: Path) -> Path:
+    """Write the package below `folder`; returns the folder to be put on the path."""
+    package = folder / "sglang"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "launch_server.py").write_text(SOURCE)
+    return folder
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def arguments(folder: Path) -> list[str]:
+    """Install below `folder`; the scripts' arguments that say where everything is."""
+    install(folder / "site")
+    places = {"--site": "site", "--plugin": "plugin", "--cache": "cache"}
+    return [
+        *(word for flag, name in places.items() for word in (flag, str(folder / name))),
+        *("--port", str(free_port()), "--commit", "abc"),
+    ]
