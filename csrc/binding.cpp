@@ -50,6 +50,10 @@ void audit(TensorView rows, TensorView top_k, TensorView page_rows, TensorView s
   launch_on(top_k.device(), launch_audit, make_audit_params(tensors, row_bytes, page_size), "audit");
 }
 
+void sum_counters(TensorView header, TensorView group_layers, TensorView out) {
+  launch_on(header.device(), launch_sum_counters, make_sum_counters_params(header, group_layers, out), "sum_counters");
+}
+
 void translate_pages(TensorView page_rows, TensorView page_table, TensorView out) {
   launch_on(page_rows.device(), launch_translate_pages, make_translate_pages_params(page_rows, page_table, out), "translate_pages");
 }
@@ -65,5 +69,6 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(resolve, hisparse::resolve);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(copy_pages, hisparse::copy_pages);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather_rows, hisparse::gather_rows);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(audit, hisparse::audit);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(sum_counters, hisparse::sum_counters);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(translate_pages, hisparse::translate_pages);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(translate, hisparse::translate);

@@ -266,6 +266,26 @@ inline AuditParams make_audit_params(const AuditTensors& t, int64_t row_bytes, i
   return p;
 }
 
+// `out` is host memory that the device can write to.
+inline SumCountersParams make_sum_counters_params(const TensorView& header, const TensorView& group_layers, const TensorView& out) {
+  const DLDeviceType device = header.device().device_type == kDLCUDAHost ? kDLCPU : header.device().device_type;
+  const auto expect = [&](const char* name, int ndim) { return Expected{name, ndim, device, header.device().device_id}; };
+  SumCountersParams p{};
+  p.header = int32_data(header, expect("header", 3));
+  p.group_layers = int32_data(group_layers, expect("group_layers", 1));
+  p.out = const_cast<int32_t*>(int32_data(out, Expected{"out", 2, kDLCPU, 0}));
+  check_size("header columns", header.size(2), kHeaderColumns);
+  TVM_FFI_CHECK(header.size(1) >= 1 && header.size(1) < INT32_MAX / 32 && header.IsContiguous(), ValueError)
+      << "header must be contiguous and have at least one request slot";
+  check_size("group_layers", group_layers.size(0), header.size(0));
+  check_size("out rows", out.size(0), header.size(1));
+  check_size("out columns", out.size(1), kSummedColumns);
+  TVM_FFI_CHECK(out.IsContiguous(), ValueError) << "out must be contiguous";
+  p.groups = static_cast<int32_t>(header.size(0));
+  p.num_slots = static_cast<int32_t>(header.size(1));
+  return p;
+}
+
 inline TranslatePagesParams make_translate_pages_params(const TensorView& page_rows, const TensorView& page_table, const TensorView& out) {
   const DLDeviceType device = page_rows.device().device_type == kDLCUDAHost ? kDLCPU : page_rows.device().device_type;
   const auto expect = [&](const char* name, int ndim) { return Expected{name, ndim, device, page_rows.device().device_id}; };

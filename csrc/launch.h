@@ -8,6 +8,7 @@ int launch_resolve(const ResolveParams& params, void* stream);
 int launch_copy_pages(const CopyPagesParams& params, void* stream);
 int launch_gather_rows(const GatherRowsParams& params, void* stream);
 int launch_audit(const AuditParams& params, void* stream);
+int launch_sum_counters(const SumCountersParams& params, void* stream);
 int launch_translate_pages(const TranslatePagesParams& params, void* stream);
 int launch_translate(const TranslateParams& params, void* stream);
 

@@ -104,6 +104,15 @@ struct AuditParams {
   int32_t num_rows, k, max_pages, num_logical_pages, layers, row_bytes, page_shift, wide_seq_lens;
 };
 
+constexpr int kSummedColumns = 5;  // the four counters of a header, and fetched rows times the layers of their group
+
+struct SumCountersParams {
+  const int32_t* header;        // [groups, num_slots, kHeaderColumns]
+  const int32_t* group_layers;  // [groups]
+  int32_t* out;                 // [num_slots, kSummedColumns] modulo 2^32, in pinned host memory
+  int32_t groups, num_slots;
+};
+
 struct TranslatePagesParams {
   const int32_t* page_rows;   // [rows, max_pages] logical pages
   const int32_t* page_table;  // [num_logical_pages + 1]

@@ -277,6 +277,20 @@ void audit(TensorView rows, TensorView top_k, TensorView page_rows, TensorView s
     }
 }
 
+void sum_counters(TensorView header, TensorView group_layers, TensorView out) {
+  require_cpu(header, "sum_counters");
+  const SumCountersParams p = make_sum_counters_params(header, group_layers, out);
+  for (int64_t slot = 0; slot < p.num_slots; slot++) {
+    uint32_t sums[kSummedColumns] = {};
+    for (int64_t group = 0; group < p.groups; group++) {
+      const int32_t* counts = p.header + (group * p.num_slots + slot) * kHeaderColumns + kResidentEntries;
+      for (int column = 0; column < 4; column++) sums[column] += static_cast<uint32_t>(counts[column]);
+      sums[4] += static_cast<uint32_t>(counts[kFetchedRows - kResidentEntries]) * static_cast<uint32_t>(p.group_layers[group]);
+    }
+    std::copy(std::begin(sums), std::end(sums), p.out + slot * kSummedColumns);
+  }
+}
+
 void translate_pages(TensorView page_rows, TensorView page_table, TensorView out) {
   require_cpu(page_rows, "translate_pages");
   const TranslatePagesParams p = make_translate_pages_params(page_rows, page_table, out);
@@ -311,5 +325,6 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(resolve, hisparse::resolve);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(copy_pages, hisparse::copy_pages);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather_rows, hisparse::gather_rows);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(audit, hisparse::audit);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(sum_counters, hisparse::sum_counters);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(translate_pages, hisparse::translate_pages);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(translate, hisparse::translate);

@@ -20,6 +20,7 @@ from sglang_hisparse.memory.pool import HiSparsePool
 from sglang_hisparse.memory.radix import HiSparseRadixCache
 from sglang_hisparse.runtime import HiSparseRuntime
 from sglang_hisparse.sync_debug import no_device_sync
+from sglang_hisparse.transfer.index_scores import ScoreTap
 from sglang_hisparse.validation import validate_server_args
 
 SRT = "sglang.srt."
@@ -107,6 +108,15 @@ def around_forward_raw(original: Callable[..., Any], model_runner: Any, *args: A
         with no_device_sync():
             model_runner.hisparse_coordinator.before_forward()
     return original(model_runner, *args, **kwargs)
+
+
+def around_topk_paged(
+    original: Callable[..., Any], indexer: Any, forward_batch: Any, layer_id: int, q_fp8: Any, weights: Any, metadata: Any
+) -> Any:
+    runtime = getattr(forward_batch, "hisparse_coordinator", None)
+    if isinstance(runtime, HiSparseRuntime) and runtime.hot.scores is not None:
+        metadata = ScoreTap(metadata, runtime.hot.scores, layer_id - runtime.pool.start_layer)
+    return original(indexer, forward_batch, layer_id, q_fp8, weights, metadata)
 
 
 # -- the scheduler ------------------------------------------------------------------------------------------------------
@@ -225,6 +235,12 @@ HOOKS: tuple[Hook, ...] = (
         "AROUND",
         around_forward_raw,
         "tables and leases change on the forward stream only, before each forward, in every mode (R4)",
+    ),
+    Hook(
+        "layers.attention.dsa.dsa_indexer.Indexer._get_topk_paged",
+        "AROUND",
+        around_topk_paged,
+        "the indexer's scores of a decode step say which hot rows leave, where the configuration wants that",
     ),
     Hook(
         "managers.scheduler.Scheduler.__init__",

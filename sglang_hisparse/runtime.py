@@ -104,6 +104,7 @@ class HiSparseRuntime:
             page_table=allocator.page_table,
             host_bases=self.mem_pool_host.layer_bases(),
             device_bases=pool.device_bases(),
+            evicts_by_score=settings.resolved().evicts_by_score,
         )
         self.worker = TransferWorker(
             host_bases=self.hot.host_bases,
@@ -213,6 +214,7 @@ class HiSparseRuntime:
 
     def end_decode(self, batch: Any) -> None:
         self._launch = (self.decode_slots, (batch.seq_lens_cpu + 1).tolist(), [True] * len(self.decode_slots))
+        self.hot.note_decode()
         self.recorder.before_decode(*self._launch[:2])
 
     def make_room(self, num_pages: int) -> bool:
@@ -258,6 +260,7 @@ class HiSparseRuntime:
         self._note_completed(self.worker.poll())
         self._tick_policy()
         self.worker.apply(self.residency.take_plan())
+        self.hot.before_forward()
         launch, self._launch = self._launch, None
         if launch is not None:
             slots, seq_lens, ends = launch

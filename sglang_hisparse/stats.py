@@ -16,9 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
-from sglang_hisparse.kernels.hot_state import COUNTER_NAMES, FIRST_COUNTER
 from sglang_hisparse.residency import Owner, PageState, Residency, ResidencyCoordinator
 
 if TYPE_CHECKING:
@@ -68,30 +66,15 @@ def resolver_counts(counters: dict[str, int]) -> dict[str, int]:
 class FetchedBytes:
     """Bytes that the resolver has fetched from the host tier: the rows of each index group times the layers of that group.
 
-    Groups differ in their number of layers, so the totals of HotGroupState.counters do not tell. Lags like them by one call,
-    and waits for nothing.
+    Lags like the resolver's other counts by one sample, and waits for nothing.
     """
 
     def __init__(self, hot: HotBuffers) -> None:
-        column = FIRST_COUNTER + COUNTER_NAMES.index("rows_fetched")
-        self._columns = [hot.state[group].header[:, column] for group in range(len(hot.state))]
-        self._bytes_per_row = torch.tensor([len(layers) * hot.row_bytes for layers in hot.groups.members])
-        on_gpu = hot.page_table.is_cuda
-        self._seen = torch.zeros((len(self._columns), len(self._columns[0])), dtype=torch.int32, pin_memory=on_gpu)
-        self._before = torch.zeros_like(self._seen)
-        self._copied = torch.cuda.Event() if on_gpu else None
-        self._total = 0
+        self._hot = hot
 
     def total(self) -> int:
-        """Bytes since start, as of an earlier call; starts the next copy on the current stream."""
-        if self._copied is None or self._copied.query():
-            grown = (self._seen.long() - self._before.long()) & 0xFFFFFFFF  # the device counts modulo 2**32
-            self._total += int(grown.sum(dim=1) @ self._bytes_per_row)
-            self._before.copy_(self._seen)
-            self._seen.copy_(torch.stack(self._columns), non_blocking=True)
-            if self._copied is not None:
-                self._copied.record()
-        return self._total
+        """Bytes since start, as of an earlier sample; enqueues the next one on the current stream."""
+        return self._hot.counters()["layer_rows_fetched"] * self._hot.row_bytes
 
 
 class CopyTimes:

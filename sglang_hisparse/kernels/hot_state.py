@@ -6,9 +6,12 @@ captured graphs stay valid. The layout of the header is HeaderColumn in csrc/par
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+
+from sglang_hisparse.kernels.row_counts import COLUMNS, CountRing, RowCounts, StepRates
 
 HEADER_COLUMNS = 32
 LEASE_GENERATION = 0
@@ -40,17 +43,17 @@ class HotGroupState:
     """State of `num_groups` index groups; `state[g]` is a HotGroup. With one group its views are attributes here too."""
 
     def __init__(
-        self, tags: torch.Tensor, stamps: torch.Tensor, header: torch.Tensor, slot_pages: torch.Tensor | None = None
+        self,
+        tags: torch.Tensor,
+        stamps: torch.Tensor,
+        header: torch.Tensor,
+        slot_pages: torch.Tensor | None = None,
+        group_layers: Sequence[int] | None = None,
     ) -> None:
         pages = [None] * len(tags) if slot_pages is None else slot_pages
         self._groups = [HotGroup(*views) for views in zip(tags, stamps, header, pages, strict=True)]
         self._headers = header  # [num_groups, num_slots, 32]
-        self._seen = torch.zeros(
-            (header.shape[0], header.shape[1], len(COUNTER_NAMES)), dtype=torch.int32, pin_memory=header.is_cuda
-        )
-        self._before = torch.zeros_like(self._seen)
-        self._copied = torch.cuda.Event() if header.is_cuda else None
-        self._sums = [0] * len(COUNTER_NAMES)
+        self._counts = CountRing(header, group_layers)
 
     @classmethod
     def allocate(
@@ -61,18 +64,18 @@ class HotGroupState:
         num_groups: int = 1,
         *,
         evicts_by_score: bool = False,
+        group_layers: Sequence[int] | None = None,
     ) -> HotGroupState:
         """Empty state of `num_slots` request slots with `buffer_size` rows each, in each of `num_groups` groups.
 
-        evicts_by_score: `resolve` may be given scores.
+        evicts_by_score: `resolve` may be given scores. group_layers: layers of each group, one by default.
         """
         shape = (num_groups, num_slots, _padded(buffer_size))
         tags = torch.full(shape, -1, dtype=torch.int32, device=device)[..., :buffer_size]
         stamps = torch.zeros(shape, dtype=torch.uint8, device=device)[..., :buffer_size]
         header = torch.zeros((num_groups, num_slots, HEADER_COLUMNS), dtype=torch.int32, device=device)
-        if not evicts_by_score:
-            return cls(tags, stamps, header)
-        return cls(tags, stamps, header, torch.zeros(shape, dtype=torch.uint16, device=device)[..., :buffer_size])
+        pages = torch.zeros(shape, dtype=torch.uint16, device=device)[..., :buffer_size] if evicts_by_score else None
+        return cls(tags, stamps, header, pages, group_layers)
 
     @staticmethod
     def bytes(num_slots: int, buffer_size: int, *, evicts_by_score: bool = False) -> int:
@@ -113,20 +116,28 @@ class HotGroupState:
     def forget_counts(self) -> None:
         """Start counting anew: graph capture resolves rows that no request asked for. On the current stream."""
         self._headers[..., FIRST_COUNTER : FIRST_COUNTER + len(COUNTER_NAMES)] = 0
+        self._counts.restart()
+
+    def before_forward(self, num_steps: int, period: int) -> None:
+        """Ahead of a forward of so many decode steps, on its stream: samples the counts every `period` decode steps."""
+        self._counts.before_forward(num_steps, period)
+
+    def latest(self) -> RowCounts:
+        """Counts of every slot as of the newest sample that has arrived; looks, and waits for nothing."""
+        return self._counts.latest()
+
+    def step_rates(self, window: int) -> StepRates | None:
+        """Counts of every slot per decode step, over about the last `window` steps sampled; None before there are any."""
+        return self._counts.rates(window)
 
     def counters(self) -> dict[str, int]:
-        """Totals over groups and slots since start, as of an earlier call: starts the next copy and waits for nothing.
+        """Totals over groups and slots since start, as of an earlier sample: enqueues the next one and waits for nothing.
 
-        Exact as long as no slot counts 2**31 between two calls that found their copy complete.
+        The columns of row_counts.COLUMNS. Exact as long as no slot counts 2**31 between two samples that have arrived.
         """
-        if self._copied is None or self._copied.query():
-            grown = (self._seen.long() - self._before.long()) & 0xFFFFFFFF
-            self._sums = [total + int(new) for total, new in zip(self._sums, grown.sum(dim=(0, 1)), strict=True)]
-            self._before.copy_(self._seen)
-            self._seen.copy_(self._headers[..., FIRST_COUNTER : FIRST_COUNTER + len(COUNTER_NAMES)], non_blocking=True)
-            if self._copied is not None:
-                self._copied.record()
-        return dict(zip(COUNTER_NAMES, self._sums, strict=True))
+        latest = self.latest()
+        self._counts.sample()
+        return {column: latest.total(column) for column in COLUMNS}
 
     def _only(self) -> HotGroup:
         if len(self._groups) != 1:

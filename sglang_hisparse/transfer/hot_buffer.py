@@ -12,6 +12,11 @@ from dataclasses import dataclass
 import torch
 
 from sglang_hisparse.kernels.resolver import HotGroupState, resolve, translate_pages
+from sglang_hisparse.kernels.row_counts import RowCounts, StepRates
+from sglang_hisparse.transfer.index_scores import IndexScores
+
+SAMPLE_PERIOD = 8  #: decode steps from one sample of the device's counts to the next
+RATE_WINDOW = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +31,9 @@ class GroupTable:
         """From SGLang's per-layer flags "reuses the top-k of the layer before"; None: every layer leads itself."""
         flags = list(reuses_top_k or [False] * num_layers)
         if len(flags) != num_layers or flags[0]:
-            raise ValueError(f"{len(flags)} top-k flags (first: {flags[:1]}) for {num_layers} layers; the first layer must lead")
+            raise ValueError(
+                f"{len(flags)} top-k flags (first: {flags[:1]}) for {num_layers} layers; the first layer must lead"
+            )
         members: list[list[int]] = []
         for layer, reuses in enumerate(flags):
             if reuses:
@@ -43,7 +50,8 @@ class GroupTable:
 class HotBuffers:
     """State of all groups for `num_slots` request slots of `buffer_size` rows, and the output of the last resolve.
 
-    hot_pages int32 [num_slots, buffer_size / page_size]: device pages of each slot's lease, 0: none.
+    hot_pages int32 [num_slots, buffer_size / page_size]: device pages of each slot's lease, 0: none. scores: where the
+    indexer's scores arrive, None unless they say which rows leave.
     """
 
     def __init__(
@@ -59,14 +67,24 @@ class HotBuffers:
         page_table: torch.Tensor,
         host_bases: torch.Tensor,
         device_bases: torch.Tensor,
+        evicts_by_score: bool = False,
     ) -> None:
         device = page_table.device
+        self.scores = IndexScores() if evicts_by_score else None
         self.groups = groups
         self.page_size, self.row_bytes, self.page_table = page_size, row_bytes, page_table
         self.host_bases, self.device_bases = host_bases.to(device), device_bases.to(device)
         self.hot_pages = torch.zeros((num_slots, buffer_size // page_size), dtype=torch.int32, device=device)
         self.num_real_rows = torch.zeros(1, dtype=torch.int32, device=device)
-        self.state = HotGroupState.allocate(num_slots, buffer_size, device, num_groups=len(groups.members))
+        self.state = HotGroupState.allocate(
+            num_slots,
+            buffer_size,
+            device,
+            num_groups=len(groups.members),
+            evicts_by_score=evicts_by_score,
+            group_layers=[len(layers) for layers in groups.members],
+        )
+        self._decode_steps = 0  # noted since the last forward
         # Written by the first group of a forward, read by all: logical pages are translated once a step, not once a layer.
         self._translated_pages = torch.zeros((num_slots, max_pages), dtype=torch.int32, device=device)
         self._out = torch.full((num_slots, top_k), -1, dtype=torch.int32, device=device)
@@ -105,6 +123,7 @@ class HotBuffers:
             page_size=self.page_size,
             out=self.rows(num_rows),
             translated_pages=True,
+            scores=None if self.scores is None else self.scores.take(leader_layer),
         )
         return self.rows(num_rows)
 
@@ -124,6 +143,32 @@ class HotBuffers:
         """Graph capture has resolved rows that no request asked for: count from here."""
         self.state.forget_counts()
 
+    def note_decode(self) -> None:
+        """The next forward is a decode step."""
+        self._decode_steps += 1
+
+    def before_forward(self) -> None:
+        """On the forward stream, ahead of a forward: every SAMPLE_PERIOD decode steps the device's counts are sampled."""
+        self.state.before_forward(self._decode_steps, SAMPLE_PERIOD)
+        self._decode_steps = 0
+
+    def latest_counts(self) -> RowCounts:
+        """Rows resolved since start, request slot by slot, and the decode step up to which they are counted.
+
+        A slot's counts go on when a request leaves it: subtract what they were when the next one took it.
+        """
+        return self.state.latest()
+
+    def step_rates(self, window: int = RATE_WINDOW) -> StepRates | None:
+        """Rows per decode step, mean of about the last `window` steps whose counts have arrived, for each slot and in total.
+
+        `step_rates().total("rows_fetched")` is what the whole batch fetched per step, summed over index groups;
+        `of_slots("rows_fetched")` float64 [num_slots] says which requests fetched it; `total("layer_rows_fetched") *
+        row_bytes` are the bytes that took over the link. None until two samples have arrived; a slot that changed its
+        request inside the window shows a mixture. Waits for nothing, so it lags by one or two samples.
+        """
+        return self.state.step_rates(window)
+
     def counters(self) -> dict[str, int]:
-        """Rows resolved since start, summed over groups and slots, as last copied from the device."""
+        """Rows resolved since start, summed over groups and slots, as last sampled; enqueues the next sample."""
         return self.state.counters()

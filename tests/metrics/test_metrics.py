@@ -134,17 +134,17 @@ def test_rows_and_bytes_are_those_resolved(world: World) -> None:
 
 
 def test_fetched_bytes_outlive_the_device_counter(cpu_world: World) -> None:
-    """Goal: no jump where the device's 32 bits end. Method: set the counter just below the end, then beyond it."""
+    """Goal: no jump where the device's 32 bits end. Method: a counter that grows past 2**31 and 2**32, sampled on the way."""
     hot = cpu_world.runtime.hot
     fetched = FetchedBytes(hot)
-    column = hot.state[0].header[:, 6]
-    column[1] = 2**31 - 5
-    fetched.total()
-    column[1] = -(2**31) + 5  # ten more
-    assert fetched.total() == (2**31 - 5) * 3 * cpu_world.pool.row_bytes
-    column[1] = 3  # beyond 2**32: 2**31 - 2 more
-    assert fetched.total() == (2**31 + 5) * 3 * cpu_world.pool.row_bytes
-    assert fetched.total() == (2**32 + 3) * 3 * cpu_world.pool.row_bytes
+    column, rows = hot.state[0].header[:, 6], 0
+    assert fetched.total() == 0
+    for _ in range(9):
+        rows += 2**29
+        column[1] = (rows + 2**31) % 2**32 - 2**31
+        before = fetched.total()
+    assert before == (rows - 2**29) * 3 * cpu_world.pool.row_bytes
+    assert fetched.total() == rows * 3 * cpu_world.pool.row_bytes > 2**32 * 3
 
 
 def test_pools_and_requests_are_those_of_the_book(cpu_world: World) -> None:
