@@ -30,7 +30,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from resolver_peers import load_vllm, time_builtin, time_vllm
-from resolver_workload import PAGE, STEPS, Case, Variant, Workload, ceiling_gbs, pinned_block, time_ours
+from resolver_workload import PAGE, STEPS, Case, Variant, Workload, ceiling_gbs, pinned_block, time_ours, time_sample
+
+from sglang_hisparse.transfer.hot_buffer import SAMPLE_PERIOD
 
 Row = dict[str, object]
 
@@ -160,6 +162,25 @@ class Bench:
 
         return shown("victims by score", rows())
 
+    def counters(self) -> list[Row]:
+        """One sample of the device's counters, which is taken once in SAMPLE_PERIOD decode steps, beside what it samples."""
+
+        def rows() -> Iterator[Row]:
+            step_us, _ = time_ours(Workload(Case(self.row_bytes[0], 2048, 4096, 32, 0)), self.variant)
+            for groups, slots in ((20, 64), (61, 64), (61, 512)):
+                took, correct = time_sample(groups, slots)
+                share = took / SAMPLE_PERIOD / (groups * step_us)
+                yield {
+                    "groups": groups,
+                    "slots": slots,
+                    "sample_us": round(took, 2),
+                    "period": SAMPLE_PERIOD,
+                    "share_of_resolving_pct": round(100 * share, 3),
+                    "correct": correct,
+                }
+
+        return shown("counters", rows())
+
     def ceilings(self) -> list[Row]:
         """GB/s of scattered rows, all sizes that the other parts have."""
         return shown(
@@ -175,6 +196,7 @@ PARTS: dict[str, Callable[[Bench], list[Row]]] = {
     "pitch": Bench.pitch,
     "sizes": Bench.sizes,
     "scores": Bench.scores,
+    "counters": Bench.counters,
 }
 
 

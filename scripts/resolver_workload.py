@@ -18,13 +18,15 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from sglang_hisparse.kernels.hot_state import COUNTER_NAMES, FIRST_COUNTER
+from sglang_hisparse.kernels.hot_state import COUNTER_NAMES, FIRST_COUNTER, HEADER_COLUMNS
+from sglang_hisparse.kernels.library import library_of
 from sglang_hisparse.kernels.page_copy import gather_rows
 from sglang_hisparse.kernels.resolver import CopyMethod, HotGroupState, resolve, translate_pages
 
 PAGE = 64
 STEPS = 24
 FETCHED = FIRST_COUNTER + COUNTER_NAMES.index("rows_fetched")
+UNANSWERED = ("NONE", "LOOKUP")  # ways to fetch that measure the rest and fetch nothing
 GATHER_BLOCKS = (4, 8, 16, 32, 64, 128)
 
 
@@ -318,7 +320,7 @@ def time_ours(
     ours = Ours(work, variant, resident)
     run = captured(ours.call)
     took = median_us(run, ours.prepare, STEPS, replays or (15 if work.case.batch <= 8 else 7))
-    if variant.method is CopyMethod.NONE:
+    if variant.method.name in UNANSWERED:
         return took, True
     correct = ours.correct(STEPS - 1)
     ours.prepare()
@@ -336,3 +338,15 @@ def time_resident(
 ) -> tuple[float, bool]:
     """As `time_ours`, with every page resident and no lease: a translation only."""
     return time_ours(work, Variant(overlap=overlap, options=tuple((options or {}).items())), resident=True)
+
+
+def time_sample(num_groups: int, num_slots: int, device: str = "cuda") -> tuple[float, bool]:
+    """Microseconds of one sample of the counters of all groups and slots, and whether it was right."""
+    generator = torch.Generator(device=device).manual_seed(0)
+    shape = (num_groups, num_slots, HEADER_COLUMNS)
+    header = torch.randint(0, 1 << 20, shape, generator=generator, dtype=torch.int32, device=device)
+    layers = torch.full((num_groups,), 4, dtype=torch.int32, device=device)
+    out = torch.zeros((num_slots, 5), dtype=torch.int32, pin_memory=header.is_cuda)
+    took = median_us(captured(lambda _: library_of(header).sum_counters(header, layers, out)), lambda: None, STEPS, 15)
+    sums = header[..., FIRST_COUNTER : FIRST_COUNTER + 4].sum(dim=0).cpu()
+    return took, torch.equal(out.long(), torch.cat([sums, sums[:, 2:3] * 4], dim=1))

@@ -100,6 +100,20 @@ def test_a_gather_and_the_ceiling_are_positive() -> None:
     assert work(Case(48, 128, 256, 3, 0)).gather_us() == 0
 
 
+def test_a_sample_of_the_counters_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: the cost of the counters is that of right sums. Method: time one, then spoil what it writes."""
+    assert workload.time_sample(5, 3, "cpu")[1]
+    plain = workload.library_of
+
+    class Spoilt:
+        def sum_counters(self, header: torch.Tensor, layers: torch.Tensor, out: torch.Tensor) -> None:
+            plain(header).sum_counters(header, layers, out)
+            out[1, 2] += 1
+
+    monkeypatch.setattr(workload, "library_of", lambda tensor: Spoilt())
+    assert not workload.time_sample(5, 3, "cpu")[1]
+
+
 def result(**changed: Any) -> dict[str, Any]:
     row = {"row_bytes": 1152, "top_k": 2048, "buffer": 4096, "batch": 1, "misses": 102, "ours_us": 10.0}
     return row | {"builtin_us": 24.0, "vllm_us": None, "gather_us": 5.0, "correct": True} | changed
