@@ -115,7 +115,7 @@ def members_of(args: argparse.Namespace) -> dict[str, Member]:
 
 def expected_answers(soak: Soak, plain: Server, texts: Texts) -> list[tuple[list[int], list[int]]]:
     """Prompts with plain SGLang's answers. Raises ValueError when one failed."""
-    prompts = texts.prompts(soak.args.known, "known")
+    prompts = texts.prompts(soak.args.known, "known", soak.args.compare_from)
     replies = send(plain.url, prompts, soak.args.most_output, 8, 240.0)
     if failed := [reply.error for reply in replies if reply.error]:
         raise ValueError(f"plain SGLang failed {len(failed)} of {len(replies)} prompts: {failed[0]}")
@@ -128,7 +128,7 @@ def run_load(soak: Soak, server: Server, texts: Texts, known: list[tuple[list[in
     send(server.url, random_prompts("warm", [8192, 3000]), 8, 2, 240.0)
     server.flush()
     before = settled_counters(server)
-    mix = Mix(round(args.load_factor * args.pool_tokens), most_output=args.most_output)
+    mix = Mix(round(args.load_factor * args.pool_tokens), most_output=args.most_output, compare_from=args.compare_from)
     load = Load(server.url, mix, texts, known, tally)
     begin = time.monotonic()
     load.run(60.0 * args.minutes, server.check_alive, soak.progress)
@@ -310,7 +310,9 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--pool-tokens", type=int, default=200_000)
     parser.add_argument("--ratio", type=int, default=3)
     parser.add_argument("--load-factor", type=float, default=2.0, help="tokens in flight, in pools")
-    parser.add_argument("--longest", type=int, default=64_000, help="tokens of the longest prompt")
+    parser.add_argument("--longest", type=int, default=63_000, help="tokens of the longest prompt")
+    parser.add_argument("--compare-from", type=int, default=4096,
+                        help="tokens of the shortest prompt whose answer is compared; see serving/soak_load.py")  # fmt: skip
     parser.add_argument("--known", type=int, default=48, help="prompts whose answers plain SGLang computes first")
     parser.add_argument("--most-output", type=int, default=256, help="tokens of the longest answer")
     parser.add_argument("--retract-every", type=int, default=150, help="forwards; 0 forces no retraction")

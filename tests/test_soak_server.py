@@ -23,7 +23,7 @@ def _arguments(folder: pathlib.Path, *extra: str) -> list[str]:
         (folder / "arguments").write_text(shlex.join(fake_sglang.arguments(folder)))
     return [
         str(folder / "model"), "--state", str(folder / "state"), "--out", str(folder / "out"), "--minutes", "0.07",
-        "--pool-tokens", "4000", "--longest", "600", "--known", "8", "--most-output", "20", "--pinned-gib", "0",
+        "--pool-tokens", "4000", "--longest", "600", "--compare-from", "40", "--known", "8", "--most-output", "20", "--pinned-gib", "0",
         *shlex.split((folder / "arguments").read_text()), *extra,
     ]  # fmt: skip
 
@@ -33,8 +33,16 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trouble as often as a few seconds of load need it, and no waiting for a statistics file that is always current."""
     mix = soak_load.Mix
 
-    def rough(tokens: int, most_output: int) -> soak_load.Mix:
-        return mix(tokens, most_output, pause_every_s=0.5, pause_longest_s=0.1, flush_every_s=0.4, abort_share=0.2)
+    def rough(tokens: int, most_output: int, compare_from: int) -> soak_load.Mix:
+        return mix(
+            tokens,
+            most_output,
+            compare_from=compare_from,
+            pause_every_s=0.5,
+            pause_longest_s=0.1,
+            flush_every_s=0.4,
+            abort_share=0.2,
+        )
 
     monkeypatch.setattr(soak_server, "Mix", rough)
     monkeypatch.setattr(fidelity.settled_counters, "__defaults__", (0.05,))

@@ -1,5 +1,6 @@
 """Owns the form of the result files: what they contain, how rows are added, and that a file is never half written."""
 
+import functools
 import importlib.metadata
 import json
 import pathlib
@@ -35,6 +36,7 @@ def current_commit() -> str:
     return answer.stdout.strip() if answer.returncode == 0 else ""
 
 
+@functools.cache
 def versions(site: str) -> dict[str, str]:
     """Versions of what the servers run, read from the package folder `site`, and of Python and the GPU."""
     known = {"python": sys.version.split()[0]}

@@ -130,21 +130,25 @@ class Texts:
         rng = random.Random(f"{seed}/families")
         return cls(seed, longest, [rng.choices(range(10, vocab_size), k=longest) for _ in range(FAMILIES)])
 
-    def prompt(self, rng: random.Random, vocab_size: int = 32768) -> list[int]:
-        """A prompt of 32 to `longest` tokens: with even odds its front part is a family's, cut anywhere."""
-        length = draw_length(rng, min(32, self.longest), self.longest)
+    def prompt(self, rng: random.Random, shortest: int = 32, vocab_size: int = 32768) -> list[int]:
+        """A prompt of `shortest` to `longest` tokens: with even odds its front part is a family's, cut anywhere."""
+        length = draw_length(rng, min(shortest, self.longest), self.longest)
         shared = rng.randrange(length) if rng.random() < 0.5 else 0
         return rng.choice(self.families)[:shared] + rng.choices(range(10, vocab_size), k=length - shared)
 
-    def prompts(self, count: int, label: str) -> list[list[int]]:
-        """`count` prompts that depend on (seed, label) only."""
+    def prompts(self, count: int, label: str, shortest: int = 32) -> list[list[int]]:
+        """`count` prompts that depend on (seed, label, shortest) only."""
         rng = random.Random(f"{self.seed}/{label}")
-        return [self.prompt(rng) for _ in range(count)]
+        return [self.prompt(rng, shortest) for _ in range(count)]
 
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """How rough the load is. Shares are of all questions; `pause_every_s` and `flush_every_s` are means."""
+    """How rough the load is. Shares are of all questions; `pause_every_s` and `flush_every_s` are means.
+
+    compare_from: tokens of the shortest prompt whose answer is kept to be asked for again. The checkpoint looks up to 3,700
+    tokens back; after a shorter prompt two tokens may be equally good, and rounding decides.
+    """
 
     tokens_in_flight: int
     most_output: int = 256
@@ -155,6 +159,7 @@ class Mix:
     pause_every_s: float = 20.0
     pause_longest_s: float = 2.0
     flush_every_s: float = 15.0
+    compare_from: int = 4096
     patience_s: float = 240.0
 
 
@@ -263,7 +268,8 @@ class Load:
 
     def _sample(self, question: Question, size: int = 16) -> None:
         """Keep a uniform sample of the finished questions whose answer nobody knows yet."""
-        if question.reference is not None or question.reply.error or len(question.reply.tokens) != question.output:
+        known = question.reference is not None or len(question.prompt) < self.mix.compare_from
+        if known or question.reply.error or len(question.reply.tokens) != question.output:
             return
         self._fresh_seen += 1
         if len(self.fresh) < size:
