@@ -136,6 +136,13 @@ METRICS: tuple[Metric, ...] = (
         "made room: without a host tier a request would have been retracted.",
     ),
     Metric("refusals_total", Kind.COUNTER, "Times that spilling could not make the device pages asked for."),
+    Metric(
+        "admission_waits_total",
+        Kind.COUNTER,
+        "Times that a request that fits was left in the queue because fetching for it would cost throughput, or until it is "
+        "known what it would cost.",
+    ),
+    Metric("admission_closed", Kind.GAUGE, "1 while requests wait for that reason, else 0."),
     # The audit (SGLANG_HISPARSE_AUDIT=1).
     Metric(
         "audited_rows_total", Kind.COUNTER, "Hot rows compared with their home on the host; 0 unless the audit is on."

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 
 from sglang_hisparse import settings
+from sglang_hisparse.admission import AdmissionGate
+from sglang_hisparse.admission_view import gate_for
 from sglang_hisparse.audit import RowAudit, RowFault
 from sglang_hisparse.errors import HiSparseError, InvariantError
 from sglang_hisparse.faults import FaultPlan, FaultSeam
@@ -129,6 +131,7 @@ class HiSparseRuntime:
         self._model_runner: Any = None
         self._scheduler: Any = None
         self.tree_cache: Any = None
+        self.gate: AdmissionGate | None = None
         self._committed_seen = 0
         self._extend: list[_ExtendRequest] = []
         self._launch: tuple[list[int], list[int], list[bool]] | None = None
@@ -154,6 +157,7 @@ class HiSparseRuntime:
             plan = plan_as_built(self.allocator.device_tokens, self.hot.hot_pages.shape[0])
             logger.info("HiSparse memory of each rank\n%s", render(plan))
         self.reporter.bind(scheduler)
+        self.gate = gate_for(self)
         if threading.current_thread() is threading.main_thread():
             # A scheduler that is told to end directly would die with its pinned memory still registered: let it leave its
             # loop instead, so that SGLang's orderly shutdown runs, and with it `destroy`.
@@ -206,6 +210,8 @@ class HiSparseRuntime:
     def end_extend(self) -> None:
         self._launch = (self.extend_slots, [r.seq_len for r in self._extend], [r.prefill_ends for r in self._extend])
         self._extend = []
+        if self.gate is not None:
+            self.gate.note_extend()
 
     # -- decode (called around SGLang's alloc_for_decode) -----------------------------------------------------------
 
@@ -216,6 +222,8 @@ class HiSparseRuntime:
         self._launch = (self.decode_slots, (batch.seq_lens_cpu + 1).tolist(), [True] * len(self.decode_slots))
         self.hot.note_decode()
         self.recorder.before_decode(*self._launch[:2])
+        if self.gate is not None:
+            self.gate.note_decode(len(self.decode_slots))
 
     def make_room(self, num_pages: int) -> bool:
         """Spill until `num_pages` device pages are free."""
@@ -247,17 +255,20 @@ class HiSparseRuntime:
         return self.residency.book.committed_pages()
 
     def admission_may_have_room(self) -> bool:
-        """Whether the ledger has shrunk since this was last asked: SGLang stops asking once a batch was full."""
+        """Whether the ledger has shrunk or the gate has new figures: SGLang stops asking once a batch was full."""
         if self.faults is not None:
             self.faults.abort_one(self._scheduler)
         before, self._committed_seen = self._committed_seen, self.committed_device_pages()
-        return self._committed_seen < before
+        has_news = self.gate is not None and self.gate.take_news()
+        return self._committed_seen < before or has_news
 
     # -- the forward ------------------------------------------------------------------------------------------------
 
     def before_forward(self) -> None:
         """On the forward stream, before every forward of the target model, in every mode (R4)."""
         self._note_completed(self.worker.poll())
+        if self.gate is not None:
+            self.gate.tick()
         self._tick_policy()
         self.worker.apply(self.residency.take_plan())
         self.hot.before_forward()

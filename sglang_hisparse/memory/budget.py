@@ -8,7 +8,8 @@ evicting the tree), and a second one counts device pages, in the two forms that 
 
 A request is admitted while the sum over all requests, with itself as being prefilled, fits the device. Spilling can always
 reach that sum, so nothing admitted here can fail to get its pages (I7), and one request alone always fits (I8).
-All methods are pure: the pass may be dropped (R17).
+All methods are pure: the pass may be dropped (R17). Last of all the admission gate is asked (admission.py), which only counts
+its refusals.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 from sglang.srt.mem_cache.prefill_budget import PrefillBudget
 
+from sglang_hisparse.admission import AdmissionPass
 from sglang_hisparse.capacity import prefill_pages
 
 
@@ -29,6 +31,7 @@ class HiSparsePrefillBudget(PrefillBudget):
         self._smallest_pages = allocator.residency.limits.smallest_pages
         self.closed = False
         self._candidate_pages = 0
+        self._gate = AdmissionPass(allocator.runtime.gate, tree_cache, self.page_size)
 
     def _pages(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
@@ -45,13 +48,15 @@ class HiSparsePrefillBudget(PrefillBudget):
     def check_prefill(self, *, input_tokens: int, max_new_tokens: int, **kwargs: Any) -> tuple[bool, int | None]:
         if self.closed or not self._fits_device(input_tokens, max_new_tokens) or self.allocator.runtime.refuses():
             return False, None
-        return super().check_prefill(input_tokens=input_tokens, max_new_tokens=max_new_tokens, **kwargs)
+        fits, chunk_limit = super().check_prefill(input_tokens=input_tokens, max_new_tokens=max_new_tokens, **kwargs)
+        return (fits, chunk_limit) if fits and self._gate.allows(kwargs["extend_input_len"]) else (False, None)
 
     def can_allocate_prefill(self, *, extend_input_len: int, max_new_tokens: int, **kwargs: Any) -> bool:
         return (
             not self.closed
             and self._fits_device(extend_input_len, max_new_tokens)
             and super().can_allocate_prefill(extend_input_len=extend_input_len, max_new_tokens=max_new_tokens, **kwargs)
+            and self._gate.allows(extend_input_len)
         )
 
     def available_chunk_tokens(self, chunk_limit: int) -> int | None:
@@ -72,3 +77,4 @@ class HiSparsePrefillBudget(PrefillBudget):
         super().reserve(extend_input_len, max_new_tokens, is_chunked_continuation=is_chunked_continuation, **kwargs)
         if not is_chunked_continuation:
             self.free_device_pages -= self._candidate_pages
+            self._gate.reserve()

@@ -263,7 +263,9 @@ class Device:
             device_pages=self.residency.device_pages,
             residency=self.residency,
             available_size=lambda: 1 << 30,
-            runtime=SimpleNamespace(committed_device_pages=self.residency.book.committed_pages, refuses=lambda: False),
+            runtime=SimpleNamespace(
+                committed_device_pages=self.residency.book.committed_pages, refuses=lambda: False, gate=None
+            ),
         )
         tree: Any = SimpleNamespace(supports_mamba=lambda: False, evictable_size=lambda: 0)
         return HiSparsePrefillBudget(allocator, tree)

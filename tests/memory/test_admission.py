@@ -1,0 +1,477 @@
+"""Goal: a request that pushes pages off the GPU starts when that raises the throughput, on all ranks alike, and never starves.
+
+Method: the rule as a pure function, the model on figures of known truth, the gate in simulated servers with fast and slow links.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from runtime_world import PAGE, Sizes, World, make_world
+
+from sglang_hisparse.admission import (
+    PATIENCE_ROUNDS,
+    QUIET_ROUNDS,
+    ROUND_STEPS,
+    STALE_ROUNDS,
+    AdmissionGate,
+    Pool,
+    StepFigures,
+    StepModel,
+    worth_admitting,
+)
+from sglang_hisparse.admission_view import gate_for, pool_of, share_of, time_link
+from sglang_hisparse.memory.budget import HiSparsePrefillBudget
+
+POSITIVE = st.floats(1e-6, 10.0)
+
+
+# ---- the rule --------------------------------------------------------------------------------------------------------
+
+
+@given(num_running=st.integers(0, 500), step=POSITIVE, added=st.floats(0.0, 10.0))
+def test_the_rule_is_the_throughput(num_running: int, step: float, added: float) -> None:
+    """Goal: yes means more tokens per second, no means not. Method: both throughputs, away from equality."""
+    before, after = num_running / step, (num_running + 1) / (step + added)
+    if abs(after - before) > 1e-9 * after:
+        assert worth_admitting(num_running, step, added) == (after > before)
+
+
+@given(num_running=st.integers(0, 500), step=POSITIVE, added=POSITIVE, more=POSITIVE, margin=st.floats(0.0, 0.5))
+def test_the_rule_is_monotone(num_running: int, step: float, added: float, more: float, margin: float) -> None:
+    """Goal: dearer is never better, margins point the right way, nothing keeps out the first. Method: ordered pairs."""
+    assert worth_admitting(0, step, added)
+    assert worth_admitting(num_running, step, added) or not worth_admitting(num_running, step, added + more)
+    assert worth_admitting(num_running, step, added, margin=margin) or not worth_admitting(num_running, step, added)
+    assert not worth_admitting(num_running, step, added, margin=-margin) or worth_admitting(num_running, step, added)
+
+
+# ---- the model -------------------------------------------------------------------------------------------------------
+
+
+LAG = 10
+
+
+@dataclass
+class FakeLink:
+    """Tells, like the device's counts, what had been fetched some steps ago."""
+
+    bytes_per_second: float = 50e9
+    request_bytes: float = 2.6e6
+    totals: list[float] = field(default_factory=lambda: [0.0])
+
+    def step(self, fetched_bytes: float) -> None:
+        """One decode step more."""
+        self.totals.append(self.totals[-1] + fetched_bytes)
+
+    def fetched(self) -> tuple[int, float]:
+        step = max(len(self.totals) - 1 - LAG, 0)
+        return step, self.totals[step]
+
+
+def pool(**changes: int) -> Pool:
+    values = {"num_running": 12, "device_pages": 3000, "hot_pages": 64, "demand_pages": 3000, "host_pages": 0}
+    return Pool(**{**values, **changes})
+
+
+def test_the_model_finds_the_truth() -> None:
+    """Goal: compute, slope and cost of a page are measured. Method: rounds of 8 to 40 requests with known costs."""
+    link, base, slope, page_seconds = FakeLink(), 2.2e-3, 40e-6, 0.2e-6
+    model, figures = StepModel(link), StepFigures()
+    for step in range(60):
+        running = 8 + 8 * (step % 5)
+        now = pool(num_running=running, demand_pages=250 * running, host_pages=max(0, 250 * running - 2500))
+        seconds = base + slope * running + page_seconds * now.host_pages
+        for _ in range(8):
+            model.note_spacing(seconds, running)
+        for _ in range(ROUND_STEPS):
+            link.step(page_seconds * now.host_pages * link.bytes_per_second)
+        figures = model.end_round(now)
+    assert figures.per_host_page == pytest.approx(page_seconds, rel=0.05)
+    assert figures.per_request == pytest.approx(slope, rel=0.15)
+    assert figures.step(20, 1000) == pytest.approx(base + 20 * slope + 1000 * page_seconds, rel=0.05)
+
+
+def test_without_fetches_the_published_miss_rate_decides() -> None:
+    """Goal: the first request that pushes pages out is judged too. Method: rounds in which nothing was on the host."""
+    link = FakeLink()
+    model = StepModel(link)
+    for _ in range(5):
+        for _ in range(8):
+            model.note_spacing(2.6e-3, 12)
+        figures = model.end_round(pool())
+    assert figures.per_host_page * 250 == pytest.approx(link.request_bytes / link.bytes_per_second)
+    assert 0 < figures.per_request < 2.6e-3 / 12
+
+
+def test_few_spacings_are_no_measurement() -> None:
+    """Goal: rounds full of prefills teach nothing about steps. Method: a round with three spacings."""
+    model = StepModel(FakeLink())
+    for _ in range(3):
+        model.note_spacing(1.0, 5)
+    assert not model.end_round(pool()).known
+
+
+# ---- the gate --------------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def gate_with(figures: StepFigures, now: Pool) -> AdmissionGate:
+    """A gate whose figures are given, however many rounds pass."""
+    gate = AdmissionGate(lambda: now, None, lambda _: (figures.compute, figures.requests, figures.per_request, figures.per_host_page), Clock())  # fmt: skip
+    run_round(gate)
+    return gate
+
+
+def run_round(gate: AdmissionGate) -> None:
+    for _ in range(ROUND_STEPS):
+        gate.note_decode(12)
+        gate.tick()
+
+
+DEAR = StepFigures(compute=2.6e-3, requests=12.0, per_request=40e-6, per_host_page=10e-6)
+CHEAP = StepFigures(compute=2.6e-3, requests=12.0, per_request=40e-6, per_host_page=0.1e-6)
+
+
+def test_what_fits_and_what_is_alone_always_starts() -> None:
+    """Goal: the gate only concerns requests that push pages out of others. Method: dear fetches, and both exceptions."""
+    gate = gate_with(DEAR, pool(demand_pages=2700))
+    assert gate.allows(gate.look(), 300) and not gate.allows(gate.look(), 301)
+    assert gate.allows(pool(num_running=0, demand_pages=0), 5000)
+    assert gate.allows(gate.look(), 150, promised_pages=150) and not gate.allows(gate.look(), 151, promised_pages=150)
+    assert not gate.allows(pool(num_running=0, demand_pages=0), 2000, promised_pages=2000, promised_requests=1)
+
+
+def test_before_anything_was_measured_all_start() -> None:
+    """Goal: no verdict without figures. Method: a gate in its first round."""
+    gate = AdmissionGate(lambda: pool(), None, lambda figures: figures, Clock())
+    assert gate.allows(gate.look(), 3000) and not gate.closed
+
+
+def test_the_verdict_follows_the_cost() -> None:
+    """Goal: dear fetches queue, cheap ones do not. Method: the same request under two figures."""
+    assert not gate_with(DEAR, pool()).allows(pool(), 250)
+    assert gate_with(CHEAP, pool()).allows(pool(), 250)
+
+
+def test_the_gate_does_not_flutter(caplog: pytest.LogCaptureFixture) -> None:
+    """Goal: hysteresis, and one line for each change. Method: a cost inside the margin, before and after a refusal."""
+    caplog.set_level(logging.INFO)
+    border = StepFigures(2.4e-3, 12.0, 0.0, 2.4e-3 / 12 / (250 + 64))
+    gate = gate_with(border, pool())
+    assert gate.allows(gate.look(), 250) and not gate.closed
+    assert not gate.allows(gate.look(), 320) and not gate.allows(gate.look(), 320) and gate.closed
+    assert not gate.allows(gate.look(), 250), "inside the margin a closed gate stays closed"
+    assert gate.allows(gate.look(), 200) and not gate.closed
+    assert len(caplog.messages) == 2 and gate.waits == 3
+
+
+def test_the_scheduler_asks_again_and_silence_opens() -> None:
+    """Goal: a waiting request hears of new figures; a gate that nobody waits at opens. Method: rounds after a refusal."""
+    gate = gate_with(DEAR, pool())
+    assert not gate.take_news() and not gate.allows(gate.look(), 250)
+    assert not gate.take_news()
+    run_round(gate)
+    assert gate.take_news() and not gate.take_news()
+    for _ in range(QUIET_ROUNDS):
+        assert gate.closed
+        run_round(gate)
+    assert not gate.closed
+
+
+@pytest.mark.parametrize(
+    ("new_pages", "host_pages", "patience"), [(250, 0, STALE_ROUNDS), (250, 900, None), (4000, 900, PATIENCE_ROUNDS)]
+)
+def test_patience_ends(new_pages: int, host_pages: int, patience: int | None) -> None:
+    """Goal: nobody starves behind a stale estimate or a device too small for him. Method: many rounds of refusals."""
+    gate = gate_with(DEAR, pool(host_pages=host_pages, demand_pages=3000 + host_pages))
+    rounds = 0
+    while not gate.allows(gate.look(), new_pages) and rounds < 4 * STALE_ROUNDS:
+        run_round(gate)
+        rounds += 1
+    assert rounds == (4 * STALE_ROUNDS if patience is None else patience)
+    if patience is not None:
+        assert not gate.allows(gate.look(), new_pages), "one is let through, not all"
+
+
+def test_figures_are_believed_so_far_only() -> None:
+    """Goal: a few cheap pages do not open the gate for a flood. Method: cheap figures, a burst in one pass, round by round."""
+    books = pool()
+    gate = gate_with(CHEAP, books)
+    running, admitted = 12, []
+    while running < 48 and len(admitted) < 20:
+        count, now = 0, gate.look()
+        while gate.allows(now, 250, promised_pages=250 * count, promised_requests=count) and running + count < 48:
+            count += 1
+        running += count
+        admitted.append(count)
+        books = pool(num_running=running, demand_pages=250 * running, host_pages=250 * running - 3000)
+        gate._pool = lambda books=books: books
+        run_round(gate)
+        run_round(gate)
+    assert admitted[0] == 1 and admitted == sorted(admitted[:-1]) + admitted[-1:] and 4 <= len(admitted) <= 8, admitted
+    assert not gate.closed, "a gate that waits for figures is not closed"
+
+
+# ---- ranks -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Channel:
+    """Rank 0 passes its figures in, rank 1 takes them out at the same step, or the test fails."""
+
+    sent: list[Sequence[float]] = field(default_factory=list)
+
+    def first(self, figures: Sequence[float] | None) -> Sequence[float]:
+        assert figures is not None
+        self.sent.append(figures)
+        return figures
+
+    def second(self, figures: Sequence[float] | None) -> Sequence[float]:
+        assert figures is None and self.sent, "rank 1 took part in a round that rank 0 has not ended"
+        return self.sent.pop(0)
+
+
+def test_two_ranks_decide_alike_though_their_clocks_differ() -> None:
+    """Goal: R30. Method: two gates, one with a model, clocks of their own; the same random calls; equal answers, in step."""
+    import random
+
+    draw, channel, books = random.Random(3), Channel(), pool()
+    clocks = [Clock(), Clock()]
+    link = FakeLink()
+    gates = [
+        AdmissionGate(lambda: books, StepModel(link), channel.first, clocks[0]),
+        AdmissionGate(lambda: books, None, channel.second, clocks[1]),
+    ]
+    answers: list[list[bool]] = [[], []]
+    for _ in range(40 * ROUND_STEPS):
+        running, extends = draw.randint(8, 30), draw.random() < 0.05
+        demand = 250 * running
+        books = pool(num_running=running, demand_pages=demand, host_pages=max(0, demand - 2800))
+        link.step(books.host_pages * draw.uniform(0.5, 4.0) * 50e3)
+        for rank, gate in enumerate(gates):
+            clocks[rank].now += draw.uniform(2e-3, 6e-3)
+            if extends:
+                gate.note_extend()
+            else:
+                gate.note_decode(running)
+            gate.tick()
+            answers[rank].append(gate.allows(gate.look(), 250))
+            answers[rank].append(gate.take_news())
+    assert answers[0] == answers[1] and gates[0].figures == gates[1].figures and gates[0].figures.known
+    assert 100 < sum(answers[0]) < len(answers[0]) - 100, "one answer to everything proves nothing"
+    assert not channel.sent
+
+
+def test_a_group_of_one_needs_no_exchange() -> None:
+    """Goal: a server on one GPU sends nothing. Method: the exchange of no group returns what it was given."""
+    assert share_of(None)((1.0, 2.0, 3.0, 4.0)) == (1.0, 2.0, 3.0, 4.0)
+
+
+# ---- simulated servers -----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Server:
+    """A closed loop of `clients`: each request prefills for a while, decodes 256 tokens and comes back. Time is simulated.
+
+    page_seconds: what a host-only page costs a decode step, in truth; the model is told only bytes and the clock.
+    """
+
+    page_seconds: float
+    clients: int = 48
+    device_pages: int = 3125
+    pages: int = 254
+    prefill_seconds: float = 0.137
+    base: float = 2.2e-3
+    per_request: float = 40e-6
+    gated: bool = True
+    limit: int = 10**6  # running requests, for a server without a host tier
+    tokens: int = 0
+    started: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.clock, self.link = Clock(), FakeLink()
+        self.left: list[int] = []  # tokens that each running request still has to decode
+        self.gate = AdmissionGate(self.books, StepModel(self.link), lambda figures: figures, self.clock)
+
+    def books(self) -> Pool:
+        demand, smallest = self.pages * len(self.left), 64 + 3
+        beyond = max(0, demand - self.device_pages)
+        mixed = -(-beyond // (self.pages - smallest))
+        return Pool(len(self.left), self.device_pages, 64, demand, beyond + 64 * mixed)
+
+    def admits(self) -> bool:
+        if len(self.left) >= min(self.clients, self.limit):
+            return False
+        return not self.gated or self.gate.allows(self.gate.look(), self.pages)
+
+    def run(self, seconds: float) -> float:
+        """Tokens per second over the second half of `seconds`."""
+        half, end, before = self.clock.now + seconds / 2, self.clock.now + seconds, 0
+        while self.clock.now < end:
+            if self.admits():
+                self.clock.now += self.prefill_seconds
+                self.left.append(256)
+                self.gate.note_extend()
+                continue
+            books = self.books()
+            self.gate.note_decode(len(self.left))
+            self.gate.tick()
+            self.clock.now += self.base + self.per_request * len(self.left) + self.page_seconds * books.host_pages
+            self.link.step(self.page_seconds * books.host_pages * self.link.bytes_per_second)
+            self.tokens += len(self.left)
+            self.left = [left - 1 for left in self.left if left > 1]
+            if self.clock.now < half:
+                before = self.tokens
+        return (self.tokens - before) / (seconds / 2)
+
+
+def test_a_slow_link_is_recovered_from() -> None:
+    """Goal: where greedy admission loses a fifth, the gate does not. Method: a slow link, three servers side by side."""
+    slow = {"page_seconds": 2.5e-6, "prefill_seconds": 0.02}
+    queueing = Server(**slow, gated=False, limit=12).run(80)
+    greedy = Server(**slow, gated=False).run(80)
+    gated = Server(**slow)
+    assert greedy < 0.8 * queueing, (greedy, queueing)
+    assert gated.run(80) > 0.97 * queueing
+    assert gated.gate.waits > 0
+
+
+def test_a_fast_link_loses_nothing() -> None:
+    """Goal: where greedy admission wins, the gate stays open. Method: the figures of an H200, bound by prefills and not."""
+    for prefill_seconds in (0.137, 0.005):
+        fast = {"page_seconds": 0.085e-6, "prefill_seconds": prefill_seconds}
+        greedy, queueing = Server(**fast, gated=False).run(60), Server(**fast, gated=False, limit=12).run(60)
+        gated = Server(**fast)
+        assert gated.run(60) > 0.98 * greedy > queueing
+        assert not gated.gate.closed
+
+
+def test_a_link_that_is_better_than_its_reputation_is_found_out() -> None:
+    """Goal: a wrong prior does not keep the gate shut. Method: prior ten times too high, hot buffers that miss rarely."""
+    server = Server(page_seconds=0.05e-6, prefill_seconds=0.005, clients=12)
+    server.link.request_bytes *= 10
+    server.run(20)
+    assert server.gate.figures.known
+    server.clients = 48
+    greedy = Server(page_seconds=0.05e-6, prefill_seconds=0.005, gated=False).run(100)
+    assert server.run(100) > 0.97 * greedy
+    assert server.gate.waits > 0, "the prior did not matter"
+
+
+# ---- the budget and the books ----------------------------------------------------------------------------------------
+
+
+def dear_gate(world: World) -> AdmissionGate:
+    """A gate of the world's own books to which every page beyond the device is too dear."""
+    gate = AdmissionGate(lambda: pool_of(world.residency), None, lambda _: (1e-3, 1.0, 0.0, 1.0), Clock())
+    run_round(gate)
+    world.runtime.gate = gate
+    return gate
+
+
+def asked(budget: HiSparsePrefillBudget, tokens: int) -> bool:
+    arguments: dict[str, Any] = {"extend_input_len": tokens, "max_new_tokens": 8, "chunk_limit": None}
+    allowed = budget.check_prefill(total_tokens=tokens, input_tokens=tokens, swa_host_hit_length=0, **arguments)[0]
+    assert budget.can_allocate_prefill(paged_input=tokens, **arguments) == allowed
+    return allowed
+
+
+def test_the_budget_asks_the_gate() -> None:
+    """Goal: both forms of admission are gated, cached pages and shared prefixes are not charged. Method: 24 device pages."""
+    with make_world(Sizes(device_pages=24)) as world:
+        first = world.start(10 * PAGE, seed=1)
+        world.finish(world.start(8 * PAGE, seed=2))
+        gate = dear_gate(world)
+        budget = world.allocator.create_prefill_budget(world.tree)
+        room = 24 - pool_of(world.residency).demand_pages
+        assert room in (13, 14), "the pages of the finished request are only cached"
+        assert asked(budget, (room - 1) * PAGE) and gate.waits == 0
+        assert not asked(budget, room * PAGE) and gate.waits == 2
+        world.runtime.gate = None
+        assert asked(world.allocator.create_prefill_budget(world.tree), room * PAGE)
+        world.finish(first)
+
+
+def test_admitted_requests_of_a_pass_count() -> None:
+    """Goal: two that fit alone do not both fit. Method: one pass, the first is reserved before the second is asked about."""
+    with make_world(Sizes(device_pages=24, hot_pages=2)) as world:
+        first = world.start(4 * PAGE, seed=1)
+        dear_gate(world)
+        budget = world.allocator.create_prefill_budget(world.tree)
+        assert asked(budget, 9 * PAGE)
+        budget.reserve(9 * PAGE, 8)
+        assert not asked(budget, 9 * PAGE) and asked(budget, 7 * PAGE)
+        world.finish(first)
+
+
+def test_a_prefix_in_use_is_not_charged_again() -> None:
+    """Goal: sharing is seen. Method: a prompt whose prefix a running request holds, and one whose prefix is only cached."""
+    with make_world(Sizes(device_pages=24)) as world:
+        shared = world.start(10 * PAGE, seed=1)
+        world.finish(world.start(10 * PAGE, seed=2))
+        dear_gate(world)
+        for seed, fits in ((1, True), (2, False)):
+            budget = world.allocator.create_prefill_budget(world.tree)
+            client = world.client(world.prompt(10 * PAGE, seed=seed) + world.prompt(6 * PAGE, seed=9))
+            client.req.init_next_round_input(world.tree)
+            lock = world.tree.lock(client.req.last_node)
+            assert asked(budget, len(client.req.origin_input_ids) - client.req.prefix_len) == fits
+            world.tree.unlock(lock)
+        world.finish(shared)
+
+
+def test_the_books_are_what_the_gate_sees() -> None:
+    """Goal: demand counts used pages once, prompts still to come, and nothing cached. Method: a shared and a chunked one."""
+    with make_world(Sizes(device_pages=24)) as world:
+        first = world.start(6 * PAGE, seed=1)
+        second = world.start(6 * PAGE, seed=1)
+        chunked = world.client(world.prompt(8 * PAGE, seed=3))
+        world.extend(chunked, tokens=2 * PAGE)
+        world.publish(chunked)
+        seen = pool_of(world.residency)
+        used = len({*world.pages(first), *world.pages(second), *world.pages(chunked)})
+        assert (seen.num_running, seen.demand_pages, seen.host_pages) == (3, used + 6, 0)
+        assert (seen.device_pages, seen.hot_pages) == (24, 2)
+        world.extend(chunked)
+        world.publish(chunked)
+        mixed = world.go_mixed(chunked)
+        assert pool_of(world.residency).host_pages == len(mixed) // PAGE > 0
+        for client in (first, second, chunked):
+            world.finish(client)
+        assert pool_of(world.residency).demand_pages == 0
+
+
+def test_the_link_is_timed_without_a_trace() -> None:
+    """Goal: the trial gives a speed and changes no row that matters. Method: time it on an empty world, look at the pad page."""
+    with make_world() as world:
+        assert time_link(world.runtime) > 1e6
+        assert not world.pool.layer_rows(0)[:PAGE].any() and world.residency.device_pages.num_free == 24
+        client = world.start(5 * PAGE)
+        assert world.wrong_rows(client) == 0
+        world.finish(client)
+
+
+@pytest.mark.parametrize("word", ["latency", "throughput"])
+def test_no_gate_where_none_is_wanted(word: str) -> None:
+    """Goal: `latency` is today's behaviour, a CPU pool has no link. Method: gates of worlds on the CPU."""
+    with make_world(admission=word) as world:
+        assert gate_for(world.runtime) is None and world.runtime.gate is None
+        elsewhere = SimpleNamespace(device=SimpleNamespace(type="cuda"))
+        if word == "latency":
+            assert gate_for(SimpleNamespace(worker=elsewhere)) is None
