@@ -8,10 +8,14 @@ host memory for as many tokens as ours. Conversations go in step: a turn's promp
 when all are answered. Rows are written as they come, so a run that is ended keeps what it has measured.
 
   bench_agent.py MODEL --out OUT                           measure, write agent_h200.json
+  bench_agent.py MODEL --out OUT --restart '{"storage_backend": "file"}'
+                                                           instead: stop the server after --restart-after turns, start it
+                                                           again on what it has stored, and go on
   bench_agent.py --plot agent_h200.json                    draw agent_h200.png beside it, starts nothing
 """
 
 import argparse
+import json
 import pathlib
 import shlex
 import sys
@@ -21,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from serving import agent
+from serving import agent, agent_restart
 from serving.agent import Conversation, Shape, Turn
 from serving.client import random_prompts, send
 from serving.fidelity import growth
@@ -52,6 +56,7 @@ class Run:
     failures: list[str] = field(default_factory=list)
     counts: dict[str, dict[str, int]] = field(default_factory=dict)
     identity: list[dict[str, Any]] = field(default_factory=list)
+    restart: dict[str, Any] = field(default_factory=dict)
 
     @property
     def path(self) -> pathlib.Path:
@@ -89,6 +94,7 @@ class Run:
         tail = {
             "identity": _replace(known.get("identity", []), self.identity, ("case", "system")),
             "counters": known.get("counters", {}) | self.counts,
+            "restart": self.restart or known.get("restart", {}),
             "failures": self.failures,
             "totals": agent.totals(known["rows"], output),
             "ratios": agent.ratios(known["rows"], output),
@@ -233,6 +239,25 @@ def run_all(run: Run) -> bool:
     return complete
 
 
+def run_restart(run: Run, members: Mapping[str, Member], paths: Paths) -> None:
+    """Go on after a restart with what storage kept; as a demand: the first turn then prefills only what is new."""
+    args = run.args
+    plan = agent_restart.Restart(
+        args.conversations[0], args.restart_after, run.shape, args.seed, args.restart_settle, args.request_timeout
+    )
+    run.restart = agent_restart.run(
+        plan, members["ours"], members["plain"], args.restart, paths, args.port, args.start_timeout
+    )
+    after, agreed = run.restart["turns_after"][0], run.restart["agreement_with_plain"]
+    print(f"turn {after['turn']}, the first after the restart: {after['prefilled_tokens']} of {after['prompt_tokens']} tokens "
+          f"prefilled, at most {plan.most_prefilled} expected; {agreed}", flush=True)  # fmt: skip
+    if not run.restart["found"]:
+        run.fail("the restarted server did not find what was stored")
+    if agreed["identical"] != agreed["answers"]:
+        run.fail("answers around the restart differ from plain's")
+    run.write([])
+
+
 def _leave_out_if_dead(run: Run, system: str) -> None:
     try:
         run.servers[system].check_alive()
@@ -271,6 +296,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--identity", type=lambda text: tuple(_numbers(text)), default=(6, 4),
                         help="conversations,turns of the comparison with plain, one request at a time; 0,0 for none")  # fmt: skip
     parser.add_argument("--hicache-args", default="", help="further arguments of the server with HiCache")
+    parser.add_argument("--restart", type=json.loads, help="config keys that switch storage on; does the restart only")
+    parser.add_argument("--restart-after", type=int, default=6, help="turns before the restart")
+    parser.add_argument("--restart-settle", type=float, default=5.0, help="seconds for what is still to be stored")
     parser.add_argument("--time-limit", type=float, default=420.0, help="seconds for the whole call, starts included")
     parser.add_argument("--start-timeout", type=float, default=200.0)
     parser.add_argument("--request-timeout", type=float, default=90.0)
@@ -292,6 +320,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         parser.error("MODEL and --out are needed")
     if unknown := [system for system in args.systems if system not in SYSTEMS]:
         parser.error(f"unknown systems {unknown}; known: {', '.join(SYSTEMS)}")
+    if args.restart is not None and not {"ours", "plain"} <= set(args.systems):
+        parser.error("--restart needs the systems ours and plain")
     if not args.commit:
         parser.error("--commit is needed outside a repository")
     return args
@@ -319,7 +349,11 @@ def main(argv: list[str] | None = None) -> int:
         if setting != run.setting():
             print(f"{known} was made with {setting}, not with {run.setting()}", file=sys.stderr)
             return 2
+    complete = True
     try:
+        if args.restart is not None:
+            run_restart(run, members, paths)
+            return 1 if run.failures else 0
         with fleet(members, paths, args.port, min(args.start_timeout, args.time_limit)) as servers:
             run.servers = dict(servers)
             for system in members.keys() - servers.keys():

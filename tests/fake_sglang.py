@@ -29,6 +29,9 @@ def write_stats(resident):
              "mismatches": number("FAKE_MISMATCHES") if served > 40 else 0,
              "device_pages_resident": resident, "device_pages_hot": 0}
     partial = stats.with_suffix(".partial"); partial.write_text(json.dumps(count)); partial.replace(stats)
+store = os.environ.get("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR")
+store = pathlib.Path(store, "cached.json") if store and plugin and not number("FAKE_FORGETS") else None
+if store and store.exists(): cached += json.loads(store.read_text())
 def end(*_):
     time.sleep(float(number("FAKE_SLOW_EXIT")))
     write_stats(number("FAKE_LEAK")); os._exit(0)
@@ -89,7 +92,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.wfile.write(b"data: " + json.dumps({"output_ids": tokens, "meta_info": meta}).encode() + b"\\n\\n")
             self.wfile.flush()
             if reason: break
-        with lock: cached.append(prompt + tokens[:-1])
+        with lock:
+            cached.append(prompt + tokens[:-1])
+            if store: store.write_text(json.dumps(cached))
         return True
 def common(left, right):
     same = 0

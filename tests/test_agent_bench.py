@@ -144,3 +144,22 @@ def test_picture(tmp_path: pathlib.Path) -> None:
     path.write_text(json.dumps({"rows": [], "totals": []}))
     with pytest.raises(ValueError, match="no rows"):
         bench_agent.main(["--plot", str(path)])
+
+
+def test_restart_finds_what_was_stored(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: prefill after a restart is bounded by what is new, and a server that forgets fails. Method: a fake server that
+    keeps its cache in the storage folder, or does not."""
+    restart = ("--restart", '{"storage_backend": "file"}', "--restart-after", "1", "--restart-settle", "0.3")
+    monkeypatch.setattr(bench_agent.agent_restart, "COUNTERS_SECONDS", 0.0)
+    assert _bench(tmp_path, "--conversations", "2", *restart) == 0
+    found = _document(tmp_path)["restart"]
+    assert found["found"] and found["stored_bytes"] > 0
+    assert [row["turn"] for row in found["turns_before"]] == [1] and [row["turn"] for row in found["turns_after"]] == [
+        2,
+        3,
+    ]
+    assert found["turns_after"][0]["prefilled_tokens"] == 2 * 3 and found["turns_after"][0]["prompt_tokens"] == 2 * 225
+    assert found["agreement_with_plain"] == {"answers": 6, "identical": 6, "first_difference": None}
+    monkeypatch.setenv("FAKE_FORGETS", "1")
+    assert _bench(tmp_path, "--conversations", "2", *restart) == 1
+    assert _document(tmp_path)["restart"]["turns_after"][0]["prefilled_tokens"] == 2 * 225
