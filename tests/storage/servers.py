@@ -1,7 +1,8 @@
 """Servers that share one storage folder: an engine on the CPU with HiCache's file backend.
 
 Called by the tests of the storage tier. The engine's fake model judges every row and every index-K entry that is read, so a
-wrong byte from storage ends a test. A test that wants another backend names a class of `backends`.
+wrong byte from storage ends a test. A test that wants another backend names a class of `backends`. A host-only prefix is promoted
+here unless a test switches streaming on.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ def server(
         "storage_backend": "file",
         "storage_extra_config": {"file_storage_path": str(folder)},
         "storage_wait_seconds": wait_seconds,
+        "prefill_scratch_tokens": 0,
         **(config or {}),
     }
     changes.setdefault("served_model_name", MODEL)
@@ -41,9 +43,18 @@ def prompt(num_tokens: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(10, 1000, num_tokens).tolist()
 
 
+def submit(engine: Engine, tokens: list[int], new: int = 4, **fields: Any) -> Handle:
+    """Queue a request; fields: further ones of SGLang's request, such as extra_key."""
+    handle = engine.submit(tokens, new)
+    for name, value in fields.items():
+        assert hasattr(engine._inbox[-1], name)
+        setattr(engine._inbox[-1], name, value)
+    return handle
+
+
 def serve(engine: Engine, prompts: Sequence[list[int]], new: int = 4, **fields: Any) -> list[Handle]:
     """Requests that run to their end, all at once."""
-    handles = [engine.submit(tokens, new, **fields) for tokens in prompts]
+    handles = [submit(engine, tokens, new, **fields) for tokens in prompts]
     run(engine)
     return handles
 
@@ -83,4 +94,4 @@ def prefilled(engine: Engine) -> int:
     return engine.model.counters.rows_written // engine.config.num_layers
 
 
-__all__ = ["PAGE", "counts", "prefilled", "prompt", "publish", "run", "serve", "server", "units"]
+__all__ = ["PAGE", "counts", "prefilled", "prompt", "publish", "run", "serve", "server", "submit", "units"]
