@@ -45,7 +45,9 @@ QUIET_ROUNDS = 2
 DECAY = 0.9  # what a round's figures weigh in the next round
 FORGET = 0.99  # how fast the most pages measured are forgotten, a round with host-only pages
 PRIOR_MISSES = 0.14  # share of the selected rows that a hot buffer of 2 * top_k rows misses (published traces, LRU)
-SLOPE_REQUESTS = 32  # before different batch sizes were seen: so many requests more double the compute time of a small batch
+SLOPE_REQUESTS = (
+    32  # while only one batch size was seen: so many requests more double the compute time of a small batch
+)
 SLOPE_WEIGHT = 64.0  # (requests squared) of that guess against what was measured
 SETTLE_STEPS = 2  # decode launches after an extend whose spacing still holds the extend's time (overlap scheduling)
 

@@ -1,6 +1,6 @@
 """Goal: a request that pushes pages off the GPU starts when that raises the throughput, on all ranks alike, and never starves.
 
-Method: the rule as a pure function, the model on figures of known truth, the gate in simulated servers with fast and slow links.
+Method: the rule as a pure function, the model on figures of known truth, two ranks, the budget and the books of a small world.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from admission_server import Clock, FakeLink
 from hypothesis import given
 from hypothesis import strategies as st
 from runtime_world import PAGE, Sizes, World, make_world
@@ -54,26 +55,6 @@ def test_the_rule_is_monotone(num_running: int, step: float, added: float, more:
 
 
 # ---- the model -------------------------------------------------------------------------------------------------------
-
-
-LAG = 10
-
-
-@dataclass
-class FakeLink:
-    """Tells, like the device's counts, what had been fetched some steps ago."""
-
-    bytes_per_second: float = 50e9
-    request_bytes: float = 2.6e6
-    totals: list[float] = field(default_factory=lambda: [0.0])
-
-    def step(self, fetched_bytes: float) -> None:
-        """One decode step more."""
-        self.totals.append(self.totals[-1] + fetched_bytes)
-
-    def fetched(self) -> tuple[int, float]:
-        step = max(len(self.totals) - 1 - LAG, 0)
-        return step, self.totals[step]
 
 
 def pool(**changes: int) -> Pool:
@@ -120,14 +101,6 @@ def test_few_spacings_are_no_measurement() -> None:
 
 
 # ---- the gate --------------------------------------------------------------------------------------------------------
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def gate_with(figures: StepFigures, now: Pool) -> AdmissionGate:
@@ -280,98 +253,6 @@ def test_two_ranks_decide_alike_though_their_clocks_differ() -> None:
 def test_a_group_of_one_needs_no_exchange() -> None:
     """Goal: a server on one GPU sends nothing. Method: the exchange of no group returns what it was given."""
     assert share_of(None)((1.0, 2.0, 3.0, 4.0)) == (1.0, 2.0, 3.0, 4.0)
-
-
-# ---- simulated servers -----------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Server:
-    """A closed loop of `clients`: each request prefills for a while, decodes 256 tokens and comes back. Time is simulated.
-
-    page_seconds: what a host-only page costs a decode step, in truth; the model is told only bytes and the clock.
-    """
-
-    page_seconds: float
-    clients: int = 48
-    device_pages: int = 3125
-    pages: int = 254
-    prefill_seconds: float = 0.137
-    base: float = 2.2e-3
-    per_request: float = 40e-6
-    gated: bool = True
-    limit: int = 10**6  # running requests, for a server without a host tier
-    tokens: int = 0
-    started: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.clock, self.link = Clock(), FakeLink()
-        self.left: list[int] = []  # tokens that each running request still has to decode
-        self.gate = AdmissionGate(self.books, StepModel(self.link), lambda figures: figures, self.clock)
-
-    def books(self) -> Pool:
-        demand, smallest = self.pages * len(self.left), 64 + 3
-        beyond = max(0, demand - self.device_pages)
-        mixed = -(-beyond // (self.pages - smallest))
-        return Pool(len(self.left), self.device_pages, 64, demand, beyond + 64 * mixed)
-
-    def admits(self) -> bool:
-        if len(self.left) >= min(self.clients, self.limit):
-            return False
-        return not self.gated or self.gate.allows(self.gate.look(), self.pages)
-
-    def run(self, seconds: float) -> float:
-        """Tokens per second over the second half of `seconds`."""
-        half, end, before = self.clock.now + seconds / 2, self.clock.now + seconds, 0
-        while self.clock.now < end:
-            if self.admits():
-                self.clock.now += self.prefill_seconds
-                self.left.append(256)
-                self.gate.note_extend()
-                continue
-            books = self.books()
-            self.gate.note_decode(len(self.left))
-            self.gate.tick()
-            self.clock.now += self.base + self.per_request * len(self.left) + self.page_seconds * books.host_pages
-            self.link.step(self.page_seconds * books.host_pages * self.link.bytes_per_second)
-            self.tokens += len(self.left)
-            self.left = [left - 1 for left in self.left if left > 1]
-            if self.clock.now < half:
-                before = self.tokens
-        return (self.tokens - before) / (seconds / 2)
-
-
-def test_a_slow_link_is_recovered_from() -> None:
-    """Goal: where greedy admission loses a fifth, the gate does not. Method: a slow link, three servers side by side."""
-    slow = {"page_seconds": 2.5e-6, "prefill_seconds": 0.02}
-    queueing = Server(**slow, gated=False, limit=12).run(80)
-    greedy = Server(**slow, gated=False).run(80)
-    gated = Server(**slow)
-    assert greedy < 0.8 * queueing, (greedy, queueing)
-    assert gated.run(80) > 0.97 * queueing
-    assert gated.gate.waits > 0
-
-
-def test_a_fast_link_loses_nothing() -> None:
-    """Goal: where greedy admission wins, the gate stays open. Method: the figures of an H200, bound by prefills and not."""
-    for prefill_seconds in (0.137, 0.005):
-        fast = {"page_seconds": 0.085e-6, "prefill_seconds": prefill_seconds}
-        greedy, queueing = Server(**fast, gated=False).run(60), Server(**fast, gated=False, limit=12).run(60)
-        gated = Server(**fast)
-        assert gated.run(60) > 0.98 * greedy > queueing
-        assert not gated.gate.closed
-
-
-def test_a_link_that_is_better_than_its_reputation_is_found_out() -> None:
-    """Goal: a wrong prior does not keep the gate shut. Method: prior ten times too high, hot buffers that miss rarely."""
-    server = Server(page_seconds=0.05e-6, prefill_seconds=0.005, clients=12)
-    server.link.request_bytes *= 10
-    server.run(20)
-    assert server.gate.figures.known
-    server.clients = 48
-    greedy = Server(page_seconds=0.05e-6, prefill_seconds=0.005, gated=False).run(100)
-    assert server.run(100) > 0.97 * greedy
-    assert server.gate.waits > 0, "the prior did not matter"
 
 
 # ---- the budget and the books ----------------------------------------------------------------------------------------
