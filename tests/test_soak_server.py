@@ -98,11 +98,13 @@ def test_server_that_ends_while_it_serves(
     """Goal: requests lost by an abrupt end, and memory that does not come back, are failures. Method: the third server, which
     pins nothing and drops what it serves."""
     monkeypatch.setenv("FAKE_DELAY", "0.02")
+    free = iter((5000.0, 1000.0, 1100.0))
+    monkeypatch.setattr(soak_server, "available_host_gib", lambda: next(free))
     args = _arguments(tmp_path, "--minutes", "0.02", "--pinned-gib", "4000", "--known", "2", "--most-output", "6")
     assert soak_server.main(args) == soak_server.NOT_HELD
     broken = _broken(tmp_path)
     assert any("pinned: 0 of 4 requests answered while it ended" in what for what in broken), broken
-    assert any("of host memory came back" in what for what in broken)
+    assert "100.0 GiB of host memory came back" in broken
     assert not any(what.startswith("pinned ended") for what in broken)
 
 
