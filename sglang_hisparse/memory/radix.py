@@ -5,14 +5,17 @@ must know *which* pages a prefix hit, a free or a de-duplication concerns has to
 are CPU tensors built from the residency coordinator's row of the request, so every id that leaves the tree is known at once,
 and device copies follow where SGLang writes `req_to_token` (rule R1; ARCHITECTURE.md, "Who knows page numbers").
 
+Where storage is configured, it also answers SGLang's questions about prefetches for waiting requests, in place of HiCache.
+
 Created through SGLang's `create_unified_radix_cache(ctx, cache_class=...)`; never touches node internals, so both tree
 cores (Rust and Python) serve.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams
@@ -21,6 +24,9 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from sglang_hisparse.errors import InvariantError
 from sglang_hisparse.sync_debug import without_device_sync
+
+if TYPE_CHECKING:
+    from sglang_hisparse.storage.tier import StorageTier
 
 
 class _AllocatorOnCpu:
@@ -42,6 +48,7 @@ class HiSparseRadixCache(UnifiedRadixCache):
         self._row_ids: torch.Tensor | None = None  # ids of the request being checkpointed
         self._path_pages: list[int] | None = None  # pages of the path that the row was repointed to
         allocator = params.token_to_kv_pool_allocator
+        self.storage: StorageTier | None = None  # set by the runtime
         super().__init__(replace(params, token_to_kv_pool_allocator=_AllocatorOnCpu(allocator)))
         self.token_to_kv_pool_allocator = allocator
 
@@ -88,6 +95,8 @@ class HiSparseRadixCache(UnifiedRadixCache):
                     # The tree frees exactly the request's duplicates; anything else would leak or free a page in use.
                     if set(replaced) != set(freed):
                         raise InvariantError(f"the tree freed pages {freed}, the request gave up {replaced}")
+            if self.storage is not None and self._path_pages is not None:
+                self.storage.note_cached(req.full_untruncated_fill_ids, (req.extra_key, req.cache_salt), self._path_pages)
         finally:
             self._row_ids = self._path_pages = None
 
@@ -99,3 +108,45 @@ class HiSparseRadixCache(UnifiedRadixCache):
             if start % page_size:
                 raise InvariantError(f"row position {start} is freed from the middle of a page")
             allocator.free_pages_list(allocator.residency.unmap(kv.req_pool_idx, start // page_size, -(-end // page_size)))
+
+    # -- storage: SGLang asks for HiCache's prefetches, and gets ours -------------------------------------------------
+
+    def is_backuped(self, node_id: Any) -> bool:
+        """Whether storage may be asked for what follows this node: pages of ours are keyed by tokens, so always."""
+        return self.storage is not None or super().is_backuped(node_id)
+
+    def get_last_hash_value(self, node_id: Any) -> str | None:
+        return None if self.storage is not None else super().get_last_hash_value(node_id)
+
+    def prefetch_from_storage(
+        self,
+        request: Any,
+        last_host_node_id: Any,
+        new_input_tokens: Sequence[int],
+        last_hash: str | None = None,
+        prefix_keys: list[str] | None = None,
+        matched_prefix_tokens: Sequence[int] | None = None,
+        extra_key: str | None = None,
+        cache_salt: str | None = None,
+        storage_hit_end: int | None = None,
+    ) -> None:
+        """A request enters the waiting queue: ask storage for what the tree does not hold of its prompt."""
+        if self.storage is not None:
+            matched = [*(matched_prefix_tokens or ())]
+            self.storage.request(request, [*matched, *new_input_tokens], len(matched), (extra_key, cache_salt))
+
+    def check_prefetch_progress(self, request: Any) -> bool:
+        """Whether the request may start: storage has answered, or it has waited long enough."""
+        return self.storage is None or self.storage.prefetches.is_over(request)
+
+    def pop_prefetch_loaded_span(self, request: Any) -> tuple[int, int | None]:
+        return (0, None) if self.storage is None else self.storage.prefetches.take_loaded(request)
+
+    def release_aborted_request(self, request: Any) -> None:
+        if self.storage is not None:
+            self.storage.prefetches.cancel(request)
+        super().release_aborted_request(request)
+
+    def protected_size(self) -> int:
+        """Tokens that cannot be evicted; those that are on their way from storage count too, so that none is missing."""
+        return super().protected_size() + (0 if self.storage is None else self.storage.loading_tokens)
