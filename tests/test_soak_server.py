@@ -188,6 +188,15 @@ def test_answers_are_held_against_the_front_of_what_is_expected() -> None:
     assert wrong([1, 9]) == 1
 
 
+@pytest.mark.parametrize(("taken", "returned", "demands"), [(64.2, 63.0, [True]), (64.2, 9.0, [False]), (0.4, 0.1, [])])
+def test_returned_memory(taken: float, returned: float, demands: list[bool], tmp_path: pathlib.Path) -> None:
+    """Goal: memory is demanded back where it can be seen. Method: figures of three machines, one of which shows nothing."""
+    soak = soak_server.Soak(soak_server.parse_arguments([str(tmp_path), "--commit", "abc"]))
+    soak_server.note_returned_memory(soak, taken=taken, returned=returned)
+    assert [one["held"] for one in soak.demands] == demands
+    assert soak.found["host_memory_returned_gib"] == returned
+
+
 def test_prompts_share_prefixes_of_any_length() -> None:
     """Goal: the radix tree gets nodes to share and to split. Method: 400 prompts against the families' texts."""
     texts = Texts.make(3, 5000)
