@@ -7,6 +7,7 @@ in which an indexer lists its selection tells nothing of use.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -16,7 +17,6 @@ from sglang_hisparse.replay.policies import (
     BeladyCache,
     ClockCache,
     FifoCache,
-    IndexScoreCache,
     LruCache,
     Policy,
     RandomCache,
@@ -32,7 +32,7 @@ ONLINE: dict[str, Callable[[int], Policy]] = {
     "fifo": FifoCache,
     "random": RandomCache,
     "clock": ClockCache,
-    "index_score": IndexScoreCache,
+    "index_score": functools.partial(Turnover, by_score=True),
 }
 BELADY = "belady"
 #: Exact LRU that is told a recency stack's own order within each step, which no indexer gives.

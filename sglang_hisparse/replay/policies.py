@@ -153,7 +153,7 @@ class BeladyCache(_KeyedCache):
 
 
 class IndexScoreCache(SlotCache):
-    """The row with the lowest score of this very step leaves: the indexer scores all positions anyway."""
+    """The row with the lowest score of this very step leaves: what the resolver does with scores, in a few lines of numpy."""
 
     def _victims(self, candidates: np.ndarray, count: int, scores: np.ndarray | None) -> np.ndarray:
         if scores is None:
@@ -161,23 +161,44 @@ class IndexScoreCache(SlotCache):
         return candidates[_smallest(scores[self._position[candidates]], count)]
 
 
+class NearMissCache(IndexScoreCache):
+    """As IndexScoreCache; then the `ahead` best positions that the step did not select are fetched too, while the link rests.
+
+    fetched_ahead: rows fetched so, since start. A model: the kernels do not do it (scripts/results/README.md says why).
+    """
+
+    def __init__(self, buffer_size: int, ahead: int) -> None:
+        super().__init__(buffer_size)
+        self._ahead = ahead
+        self.fetched_ahead = 0
+
+    def access(self, positions: np.ndarray, scores: np.ndarray | None = None) -> int:
+        misses = super().access(positions, scores)
+        self._make_room(scores.size)
+        others = scores.copy()
+        others[positions] = -np.inf
+        near = np.argpartition(others, scores.size - self._ahead)[scores.size - self._ahead :]
+        self.fetched_ahead += super().access(np.concatenate([positions, near]), scores)
+        return misses
+
+
 class Turnover:
     """The resolver's own replacement: a step is one call of it, for a request that is on the host only; nothing is copied.
 
-    device: "cpu", or "cuda" for the GPU's kernel.
+    device: "cpu", or "cuda" for the GPU's kernel. by_score: as with `eviction: index_score`, so that steps need scores.
     """
 
     PAGE = 64
 
-    def __init__(self, buffer_size: int, device: str = "cpu") -> None:
+    def __init__(self, buffer_size: int, device: str = "cpu", *, by_score: bool = False) -> None:
         import torch
 
         from sglang_hisparse.kernels.resolver import HotGroupState
 
         if buffer_size % self.PAGE:
             raise ValueError(f"a hot buffer of {buffer_size} rows is no multiple of {self.PAGE}")
-        self._device = device
-        self._state = HotGroupState.allocate(1, buffer_size, device)
+        self._device, self._by_score = device, by_score
+        self._state = HotGroupState.allocate(1, buffer_size, device, evicts_by_score=by_score)
         self._lease = torch.arange(1, buffer_size // self.PAGE + 1, dtype=torch.int32, device=device)[None]
         self._one = torch.ones(1, dtype=torch.int32, device=device)
         self._slot = torch.zeros(1, dtype=torch.int64, device=device)
@@ -196,6 +217,8 @@ class Turnover:
         from sglang_hisparse.kernels.hot_state import COUNTER_NAMES, FIRST_COUNTER
         from sglang_hisparse.kernels.resolver import CopyMethod, resolve
 
+        if self._by_score and scores is None:
+            raise ValueError("index_score needs a stream that gives the indexer's scores")
         end = int(positions.max()) + 1
         if end > self._pages.shape[1] * self.PAGE:
             self._grow(end // self.PAGE + 64)
@@ -204,7 +227,7 @@ class Turnover:
         resolve(
             top_k=torch.from_numpy(positions[None].astype(np.int32)).to(self._device),
             page_rows=self._pages,
-            seq_lens=torch.tensor([end], device=self._device),
+            seq_lens=torch.tensor([scores.size if self._by_score else end], device=self._device),
             req_slots=self._slot,
             num_real_rows=self._one,
             page_table=self._page_table,
@@ -216,6 +239,7 @@ class Turnover:
             page_size=self.PAGE,
             out=torch.empty((1, positions.size), dtype=torch.int32, device=self._device),
             copy_method=CopyMethod.NONE,
+            scores=torch.from_numpy(scores[None]).to(self._device, torch.float32) if self._by_score else None,
         )
         grown = dict(
             zip(COUNTER_NAMES, (now - then for now, then in zip(counters.tolist(), before, strict=True)), strict=True)

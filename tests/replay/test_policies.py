@@ -15,6 +15,8 @@ from sglang_hisparse.replay.policies import (
     FifoCache,
     IndexScoreCache,
     LruCache,
+    NearMissCache,
+    Turnover,
     next_uses,
 )
 from sglang_hisparse.replay.profiles import PROFILES
@@ -115,6 +117,31 @@ def test_index_score_evicts_the_lowest_score() -> None:
     assert cache.access(np.array([1]), scores) == 1  # 2 leaves
     with pytest.raises(ValueError, match="scores"):
         cache.access(np.array([4]))
+
+
+@pytest.mark.parametrize("name", ["smA", "smB"])
+@pytest.mark.parametrize("buffer", [256, 512])
+def test_the_resolver_evicts_the_rows_of_lowest_score(name: str, buffer: int) -> None:
+    """Goal: its index_score is the policy of that name. Method: misses of every step beside the numpy model; they never differ."""
+    stream = PROFILES[name].stream(num_positions=4000, top_k=192, rng=np.random.default_rng(3))
+    resolver, model = Turnover(buffer, by_score=True), IndexScoreCache(buffer)
+    misses = [(resolver.access(*step), model.access(*step)) for step in selections(stream, 60)]
+    assert all(found == wanted for found, wanted in misses) and sum(found for found, _ in misses[5:]) > 500
+    with pytest.raises(ValueError, match="scores"):
+        resolver.access(np.array([4]))
+
+
+def test_near_misses_are_fetched_ahead() -> None:
+    """Goal: the model counts what is exposed and what is moved. Method: four slots, scores by hand."""
+    cache = NearMissCache(4, ahead=1)
+    scores = np.array([5.0, 9.0, 8.0, 1.0, 7.0, 2.0])
+    assert cache.access(np.array([1, 2]), scores) == 2 and cache.fetched_ahead == 1  # 4 is next
+    assert cache.access(np.array([1, 4]), scores) == 0 and cache.fetched_ahead == 1  # 2 is next, and held
+    assert cache.access(np.array([1, 0]), scores) == 1 and cache.fetched_ahead == 1
+    assert (
+        cache.access(np.array([3, 5]), -scores) == 2 and cache.fetched_ahead == 1
+    )  # 1 and 2 leave; 0 is next, and held
+    assert cache.access(np.array([0, 4]), scores) == 0 and cache.fetched_ahead == 2  # 4 and 0 are held; 1 comes back
 
 
 @pytest.mark.parametrize("name", list(PROFILES))
