@@ -14,6 +14,7 @@ import prometheus_client
 import pytest
 import tool_checks
 import verify_tools
+from fake_sglang import free_port
 
 pytest.importorskip("sglang")
 
@@ -118,6 +119,37 @@ def test_each_damage_is_named(demand: str, change: Callable[[str], str]) -> None
     assert demand in failed(texts)
 
 
+# A process that answers like a server with our metrics; its log, scrapes and recording are files made beforehand.
+SERVER = """
+import http.server, json, os, pathlib, shutil, signal, sys
+
+prepared = pathlib.Path(os.environ["FAKE_PREPARED"])
+port = int(sys.argv[sys.argv.index("--port") + 1])
+record_file = pathlib.Path(json.loads(sys.argv[sys.argv.index("--hisparse-config") + 1])["record_file"])
+if not record_file.parent.is_dir():
+    sys.exit(f'ConfigError: record_file: "{record_file}" is in a folder that is not there; allowed: another')
+served = 0
+def end(*_):
+    shutil.copy(prepared / "recording", record_file)
+    os._exit(0)
+signal.signal(signal.SIGTERM, end)
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def log_message(self, *args): pass
+    def answer(self, body):
+        self.send_response(200); self.end_headers(); self.wfile.write(body)
+    def do_GET(self):
+        self.answer((prepared / f"scrape{min(served, 1)}").read_bytes() if self.path == "/metrics" else b"ok")
+    def do_POST(self):
+        global served
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        served += 1
+        if served == 1: print((prepared / "log").read_text(), flush=True)
+        tokens = list(range(request["sampling_params"]["max_new_tokens"]))
+        self.answer(b"data: " + json.dumps({"output_ids": tokens}).encode() + b"\\n\\ndata: [DONE]\\n\\n")
+http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
 LINE = decode_line(sample(30.0), sample(10.0), 2.0)
 IDLE = decode_line(sample(10.0), sample(10.0), 2.0)
 TABLE = "HiSparse memory per rank: ratio 8"
@@ -184,3 +216,36 @@ def test_commands_are_run_and_their_failure_is_noted(tmp_path: Path) -> None:
     assert [check["ok"] for check in written] == [True, False] and "no-such-model" in written[1]["found"]
     with pytest.raises(SystemExit):
         verify_tools.parse_arguments([*words, "--parts", "server,nothing"])
+
+
+def test_the_whole_road_with_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: no GPU time is lost to the script's own mistakes. Method: a process that answers like a server, every demand; the
+    replay command, tested by itself, is left out."""
+    site = tmp_path / "site"
+    (site / "sglang").mkdir(parents=True)
+    (site / "sglang" / "__init__.py").write_text("")
+    (site / "sglang" / "launch_server.py").write_text(SERVER)
+    for number, text in enumerate(TEXTS):
+        (tmp_path / f"scrape{number}").write_text(text)
+    (tmp_path / "log").write_text(f"{TABLE}\nDecode batch\n{LINE}")
+    record(tmp_path / "recording")
+    monkeypatch.setenv("FAKE_PREPARED", str(tmp_path))
+    monkeypatch.setattr(verify_tools, "SETTLE_SECONDS", 1.0)
+    replayed: list[list[str]] = []
+    rates = [{"policy": name, "buffer": 64, "miss_rate": rate} for name, rate in (("lru", 0.3), ("belady", 0.2))]
+
+    def replay(run: verify_tools.Run, name: str, arguments: list[str], timeout_s: float) -> dict[str, object]:
+        replayed.append(arguments)
+        return {"rows": rates} if "--policies" in arguments else {"ok": True, "total": {"mismatches": 0}}
+
+    monkeypatch.setattr(verify_tools, "run_command", replay)
+    words = [str(tmp_path), "--out", str(tmp_path / "out"), "--logs", str(tmp_path / "logs"), "--commit", "c"]
+    words += ["--plugin", str(Path(verify_tools.__file__).parents[1]), "--site", str(site), "--cache", str(tmp_path / "cache")]
+    words += ["--replay-device", "cpu", "--port", str(free_port()), "--prompt", "40", "--output", "5"]
+    assert verify_tools.main([*words, "--parts", "server,refusal"]) == 0
+    written = json.loads((tmp_path / "out" / "tools_h200.json").read_text())
+    assert written["ok"] and written["commit"] == "c" and written["recording"]["steps"] == 20
+    assert written["recording_policies"] == rates and written["recording_replay"]["mismatches"] == 0
+    assert all(arguments[:2] == ["replay", "--stream"] and Path(arguments[2]).is_file() for arguments in replayed)
+    demands = {check["check"] for check in written["checks"]}
+    assert len(demands) == len(written["checks"]) >= 17
