@@ -63,5 +63,5 @@ def _check_class(extra: Mapping[str, Any]) -> None:
 
     try:
         StorageBackendFactory._load_backend_class(extra["module_path"], extra["class_name"], extra["backend_name"])
-    except (ImportError, TypeError) as error:
+    except (ImportError, AttributeError, TypeError) as error:
         refuse("storage_extra_config", extra, f"names no backend ({error})", "a subclass of HiCacheStorage")

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import threading
 
-#: what is counted, in pages unless the name says otherwise; zero where no storage is configured
+#: what becomes of a page: stored; brought back into the radix tree; asked for and not there; ended, or not taken by the backend,
+#: before it was stored; there but torn, damaged or another's
+STORAGE_OUTCOMES = ("published", "loaded", "missed", "dropped", "corrupt")
+#: all that is counted; zero where no storage is configured
 STORAGE_COUNTS = (
-    "storage_pages_published",
-    "storage_pages_loaded",
-    "storage_pages_missed",
-    "storage_pages_dropped",
-    "storage_pages_corrupt",
+    *(f"storage_pages_{outcome}" for outcome in STORAGE_OUTCOMES),
     "storage_errors",
     "storage_waits_expired",
 )

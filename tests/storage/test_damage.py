@@ -66,7 +66,9 @@ def overwrite(path: Path, offset: int, change: Callable[[int], int] = lambda byt
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("offset", [HEADER_BYTES, HEADER_BYTES + 30_000, -1, -4000], ids=["kv", "kv-later", "index-k", "index-k-earlier"])
+@pytest.mark.parametrize(
+    "offset", [HEADER_BYTES, HEADER_BYTES + 30_000, -1, -4000], ids=["kv", "kv-later", "index-k", "index-k-earlier"]
+)
 def test_one_wrong_bit_ends_the_prefix(published: list[Path], tmp_path: Path, offset: int) -> None:
     """Goal: the checksum covers KV and index-K. Method: flip a bit of the sixth page."""
     overwrite(copied(published, tmp_path)[5], offset)
@@ -74,7 +76,11 @@ def test_one_wrong_bit_ends_the_prefix(published: list[Path], tmp_path: Path, of
     assert cached == 5 * PAGE and found["storage_pages_corrupt"] == 1 and found["storage_pages_loaded"] == 5
 
 
-@pytest.mark.parametrize("offset", [0, 8, 16, 24, 32, 64, 96], ids=["magic", "version", "kv-bytes", "index-bytes", "model", "tokens", "checksum"])
+@pytest.mark.parametrize(
+    "offset",
+    [0, 8, 16, 24, 32, 64, 96],
+    ids=["magic", "version", "kv-bytes", "index-bytes", "model", "tokens", "checksum"],
+)
 def test_a_wrong_header_is_a_miss(published: list[Path], tmp_path: Path, offset: int) -> None:
     """Goal: every field of the header counts. Method: flip a bit of each in the seventh page."""
     overwrite(copied(published, tmp_path)[6], offset)
