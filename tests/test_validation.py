@@ -111,6 +111,16 @@ def test_the_radix_cache_may_be_on_or_off(arguments, original, radix_disabled: b
 
 
 @pytest.mark.usefixtures("on_cuda")
+def test_a_recording_that_cannot_be_written_is_refused(arguments, original, tmp_path: Path) -> None:
+    """Goal: the line comes before weights load, not after. Method: a good file, then a folder in its place."""
+    good = tmp_path / "selections.topk"
+    resolved = validate_server_args(arguments(json.dumps({"record_file": str(good)})), original)
+    assert resolved is not None and resolved.record_file == str(good) and not good.exists()
+    with pytest.raises(ConfigError, match='^record_file: ".*" is a folder; allowed: a file'):
+        validate_server_args(arguments(json.dumps({"record_file": str(tmp_path)})), original)
+
+
+@pytest.mark.usefixtures("on_cuda")
 def test_a_declared_radix_setting_is_lifted_as_well(arguments, original) -> None:
     """Goal: SGLang's declarations do not bring the demand back. Method: declare the radix cache on, then validate."""
     from sglang.srt.arg_groups.model_override_base import record_of
