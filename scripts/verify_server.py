@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compare the tokens of a server with sglang-hisparse with those of plain SGLang, on one GPU.
+"""Compare the tokens of a server with sglang-hisparse with those of plain SGLang, on one GPU or (--tp) several.
 
 It starts the servers itself, one after another; phases can be picked, have a time budget each and leave their results
 behind as they go (results in --out). `plain` writes plain_outputs.json, which later calls reuse through --plain.
@@ -10,19 +10,26 @@ behind as they go (results in --out). `plain` writes plain_outputs.json, which l
   pressure  high watermarks, so that pages are spilled early; all at once, twice, the second time with cached prefixes
   noradix   --disable-radix-cache: all at once
   fault     1 % of the rows given to attention replaced: most texts must change, or the comparison proves nothing
+
+With --tp N every server has N ranks, plain too, and the ranks of ours must have taken the same decisions (their counters).
+--together starts the servers of all phases at once.
 """
 
 import argparse
+import dataclasses
 import pathlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 from serving.client import Reply, random_prompts, send, spread_lengths
 from serving.fidelity import Comparison, PlainOutputs, compare, growth, settled_counters
+from serving.fleet import FLEET_MEM_FRACTION, Member, fleet
+from serving.ranks import disagreements
 from serving.results import FIDELITY_IDENTITY, FIDELITY_KEYS, current_commit, update, versions
 from serving.server import Limits, Paths, Server, ServerError, ServerSpec, running
 
@@ -53,6 +60,7 @@ class Run:
     plain: PlainOutputs
     ok: bool = True
     counts: dict[str, int] = field(default_factory=dict)
+    started: Mapping[str, Server] = field(default_factory=dict)  # by phase, with --together
 
     @property
     def num_single(self) -> int:
@@ -81,6 +89,8 @@ class Run:
         print(f"[{case}] {result.text()} {counts if counts else ''}", flush=True)
         clean = not result.failures and not counts.get("mismatches", 0) and not counts.get("errors", 0)
         self.ok &= clean and (result.identical == result.prompts or not must_agree)
+        if self.args.tp > 1:
+            case = f"tp {self.args.tp}: {case}"
         row = {"case": case, "prompts": result.prompts, "identical": result.identical}
         self.add_rows([row | {key: counts.get(key, 0) for key in FIDELITY_KEYS[3:]}])
 
@@ -97,15 +107,27 @@ class Run:
     @contextmanager
     def server(self, phase: str) -> Iterator[Server]:
         """The phase's server; its log must be free of failures at the end."""
-        with running(SPECS[phase], self.paths, self.limits, self.args.port, self.args.start_timeout) as server:
+        with self._one(phase) as server:
             send(server.url, [self.prompts[0][:3000]], 4, 1, self.args.request_timeout)  # compiles what is still to be
             server.flush()
             self.counts = settled_counters(server)
             if server.spec.plugin:
                 self.demand(bool(self.counts), f"{phase} runs the plugin and writes its counters")
             yield server
+            if server.spec.plugin and self.args.tp > 1:
+                found = disagreements(server)
+                self.demand(not found, f"the {self.args.tp} ranks of {phase} have decided alike {found[:3]}")
             errors = server.errors()
         self.demand(not errors, f"log of {phase} without failures {errors[:2]}")
+
+    def _one(self, phase: str) -> Any:
+        """A context with the phase's server: started for it, or with those of all phases."""
+        if not self.args.together:
+            spec = spec_of(phase, self.args)
+            return running(spec, self.paths, self.limits, self.args.port, self.args.start_timeout)
+        if phase not in self.started:
+            raise ServerError(f"server {phase} did not start")
+        return nullcontext(self.started[phase])
 
     @contextmanager
     def counted(self, server: Server) -> Iterator[dict[str, int]]:
@@ -132,7 +154,8 @@ def run_plain(run: Run) -> None:
     run.record(
         "plain, all at once against one at a time", compare(run.plain.single, batch[: run.num_single]), {}, False
     )
-    run.add_rows([], checkpoint={"prompts": len(distinct), "texts_with_64_distinct_tokens": enough})
+    name = "checkpoint" if run.args.tp == 1 else f"checkpoint_tp{run.args.tp}"
+    run.add_rows([], **{name: {"prompts": len(distinct), "texts_with_64_distinct_tokens": enough}})
 
 
 def _against_plain(run: Run, server: Server, case: str, batches: int, singles: int) -> None:
@@ -194,7 +217,8 @@ def run_fault(run: Run) -> None:
     run.demand(2 * changed > result.prompts, f"zeroing 1 % of rows changes {changed} of {result.prompts} texts")
 
 
-# Phase, function, seconds it needs with warm kernel caches.
+# Phase, function, seconds it needs with warm kernel caches, of which START_S go by until its server is ready.
+START_S = 90
 PHASES: dict[str, tuple[Callable[[Run], None], int]] = {
     "plain": (run_plain, 180),
     "ours": (run_ours, 210),
@@ -205,11 +229,33 @@ PHASES: dict[str, tuple[Callable[[Run], None], int]] = {
 }
 
 
+def spec_of(phase: str, args: argparse.Namespace) -> ServerSpec:
+    """The phase's server, with the ratio that was asked for."""
+    spec = SPECS[phase]
+    if args.ratio is None or not spec.hisparse:
+        return spec
+    return dataclasses.replace(spec, config={**spec.config, "host_to_device_ratio": args.ratio})
+
+
+@contextmanager
+def started(run: Run, phases: Sequence[str]) -> Iterator[None]:
+    """With --together, the servers of all phases, for as long as the block runs."""
+    if not run.args.together:
+        yield
+        return
+    limits = dataclasses.replace(run.limits, mem_fraction=FLEET_MEM_FRACTION)
+    members = {phase: Member(spec_of(phase, run.args), limits) for phase in phases}
+    with fleet(members, run.paths, run.args.port, run.args.start_timeout) as servers:
+        run.started = servers
+        yield
+
+
 def run_phases(run: Run, phases: Sequence[str], budget_s: float) -> list[str]:
     """Run phases in order while time is left; return those left out. A phase that fails does not stop the next."""
     start, left_out = time.monotonic(), []
     for phase in phases:
         function, needs_s = PHASES[phase]
+        needs_s -= START_S if run.args.together else 0
         left_s = budget_s - (time.monotonic() - start)
         if left_s < needs_s:
             print(f"phase {phase} left out: needs about {needs_s} s, {left_s:.0f} s are left", flush=True)
@@ -247,6 +293,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", type=int, default=256, help="tokens to generate")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--pool-tokens", type=int, default=200_000)
+    parser.add_argument("--ratio", type=float, help="host_to_device_ratio (default: 8); each rank pins a host tier")
+    parser.add_argument("--tp", type=int, default=1, help="GPUs of every server")
+    parser.add_argument("--together", action="store_true", help="start the servers of all phases at once")
     parser.add_argument("--flush-after", type=float, default=3.0, help="seconds into the batch of phase `ours`")
     parser.add_argument("--start-timeout", type=float, default=240.0)
     parser.add_argument("--request-timeout", type=float, default=180.0)
@@ -258,6 +307,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     unknown = [phase for phase in args.phases.split(",") if phase not in PHASES]
     if unknown:
         parser.error(f"unknown phases {unknown}; known: {', '.join(PHASES)}")
+    if args.tp < 1:
+        parser.error("--tp must be at least 1")
     if not 0 < args.prompts <= args.at_once:
         parser.error("--at-once must be at least --prompts")
     if not args.commit:
@@ -271,6 +322,8 @@ def main(argv: list[str] | None = None) -> int:
     phases = args.phases.split(",")
     lengths = spread_lengths(args.at_once, args.shortest, args.longest)
     key = {"seed": args.seed, "lengths": lengths, "output": args.output, "prompts": args.prompts}
+    if args.tp > 1:
+        key["tp"] = args.tp  # the sum over ranks rounds otherwise than one rank does
     plain = PlainOutputs(key)
     if "plain" not in phases:
         try:
@@ -279,8 +332,14 @@ def main(argv: list[str] | None = None) -> int:
             print(error, file=sys.stderr)
             return 2
     paths = Paths(args.model, args.logs, args.site, args.plugin, args.cache)
-    run = Run(args, paths, Limits(pool_tokens=args.pool_tokens), random_prompts(args.seed, lengths), plain)
-    left_out = run_phases(run, phases, args.budget)
+    run = Run(args, paths, Limits(pool_tokens=args.pool_tokens, tp=args.tp), random_prompts(args.seed, lengths), plain)
+    begin = time.monotonic()
+    try:
+        with started(run, phases):
+            left_out = run_phases(run, phases, args.budget - (time.monotonic() - begin))
+    except ServerError as error:
+        print(f"NOT ALL HELD; {error}", flush=True)
+        return 1
     print(f"{'all held' if run.ok else 'NOT ALL HELD'}; left out: {', '.join(left_out) or 'nothing'}", flush=True)
     return 1 if not run.ok else 3 if left_out else 0
 

@@ -11,7 +11,7 @@ SOURCE = """
 import http.server, json, os, pathlib, signal, sys, threading, time
 
 port = int(sys.argv[sys.argv.index("--port") + 1])
-stats = pathlib.Path(os.environ["SGLANG_HISPARSE_STATS_FILE"])
+stats = pathlib.Path(os.environ["SGLANG_HISPARSE_STATS_FILE"]); stem = stats.stem
 plugin = os.environ["SGLANG_PLUGINS"] == "hisparse"
 radix = "--disable-radix-cache" not in sys.argv
 broken = os.environ.get("FAKE_BROKEN", "")
@@ -28,7 +28,9 @@ def write_stats(resident):
     count = {"pages_spilled": served, "rows_fetched": 10 * served, "audited_rows": served, "errors": 0,
              "mismatches": number("FAKE_MISMATCHES") if served > 40 else 0,
              "device_pages_resident": resident, "device_pages_hot": 0}
-    partial = stats.with_suffix(".partial"); partial.write_text(json.dumps(count)); partial.replace(stats)
+    for rank in range(number("FAKE_RANKS", 1)):
+        file = stats.with_name(f"{stem}.rank{rank}.json") if rank else stats
+        partial = file.with_suffix(".partial"); partial.write_text(json.dumps(count)); partial.replace(file)
 store = os.environ.get("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR")
 store = pathlib.Path(store, "cached.json") if store and plugin and not number("FAKE_FORGETS") else None
 if store and store.exists(): cached += json.loads(store.read_text())

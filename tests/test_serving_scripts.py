@@ -17,7 +17,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "scripts"))
 import bench_serving
 import verify_server
 from fake_sglang import free_port, install
-from serving import client, fidelity, fleet, results, server
+from serving import client, fidelity, fleet, ranks, results, server
 
 
 @pytest.fixture
@@ -239,6 +239,66 @@ def test_expected_tokens_of_other_prompts_are_refused(tmp_path: pathlib.Path) ->
     assert fidelity.PlainOutputs.load(tmp_path / "plain.json", {"seed": 1}).single == [[1]]
     with pytest.raises(ValueError, match="was made with"):
         fidelity.PlainOutputs.load(tmp_path / "plain.json", {"seed": 2})
+
+
+def test_ranks_get_no_multicast_and_a_statistics_file_each(tmp_path: pathlib.Path) -> None:
+    """Goal: several ranks start as on a shared host they must. Method: command and environment at tp 1 and 2."""
+    paths, spec = server.Paths(tmp_path, tmp_path), verify_server.SPECS["ours"]
+    alone, two = (server.command_line(spec, paths, server.Limits(tp=tp), 1) for tp in (1, 2))
+    assert two[two.index("--tp-size") + 1] == "2" and "--tp-size" not in alone
+    assert set(server.TENSOR_PARALLEL_FLAGS) < set(two) and not set(server.TENSOR_PARALLEL_FLAGS) & set(alone)
+    env = server.environment(spec, paths)
+    assert env["NCCL_NVLS_ENABLE"] == "0"
+    assert env["NVSHMEM_DISABLE_NVLS"] == env["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"
+    assert env["SGLANG_HISPARSE_STATS_FILE"] == str(server.stats_file(spec, paths))
+    assert server.stats_file(spec, paths, 1).name == "ours.stats.rank1.json"
+
+
+@pytest.mark.parametrize(
+    ("second", "words"),
+    [
+        ({}, ["rank 1 has written no counters"]),
+        ({"pages_spilled": 4}, ["pages_spilled: 3 on rank 0, 4 on rank 1"]),
+        ({"pages_spilled": 3, "mismatches": 2}, ["rank 1: mismatches 2"]),
+        ({"pages_spilled": 3}, []),
+    ],
+)
+def test_what_ranks_must_share(second: dict[str, int], words: list[str]) -> None:
+    """Goal: ranks that go apart are named, rank by rank. Method: hand-made counters."""
+    first = {"pages_spilled": 3, "rows_fetched": 8, "audited_rows": 5}
+    second = second and {"audited_rows": 6, "rows_fetched": 9} | second
+    assert ranks.differences([first, second]) == words
+    assert ranks.differences([first, first | {"audited_rows": 0}]) == ["rank 1 has audited no rows"]
+
+
+def test_comparison_with_two_ranks(
+    fake_paths: server.Paths, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Goal: servers start together, ranks are compared, tokens of one rank are not taken. Method: a fake server, tp 2."""
+    monkeypatch.setattr(ranks, "PATIENCE_S", 0.1)
+    out, together = tmp_path / "out", ("--tp", "2", "--together", "--ratio", "4")
+    assert _verify(fake_paths, out, "--phases", "plain") == 0
+    assert _verify(fake_paths, out, *together, "--phases", "ours") == 2
+    # The fake server has one rank: tokens agree, and the second rank's silence fails the run.
+    assert _verify(fake_paths, out, *together, "--phases", "plain,pressure") == 1
+    rows = {row["case"]: row for row in json.loads((out / "fidelity_h200.json").read_text())["rows"]}
+    assert rows["tp 2: forced spills, 6 at once"]["identical"] == 6
+    monkeypatch.setenv("FAKE_RANKS", "2")
+    assert _verify(fake_paths, out, *together, "--phases", "ours,pressure") == 0
+    assert _verify(fake_paths, out, "--tp", "2", "--phases", "pressure") == 0
+    assert _verify(fake_paths, out, "--phases", "pressure") == 2
+    monkeypatch.setenv("FAKE_BROKEN", "ours")
+    assert _verify(fake_paths, out, *together, "--phases", "ours,pressure") == 1
+
+
+def test_ratio_reaches_servers_with_a_host_tier_only(tmp_path: pathlib.Path) -> None:
+    """Goal: one flag changes the host tier of all phases. Method: specs with and without it."""
+    base = [str(tmp_path), "--out", str(tmp_path), "--commit", "abc"]
+    args = verify_server.parse_arguments([*base, "--ratio", "3"])
+    assert verify_server.spec_of("pressure", args).config["host_to_device_ratio"] == 3
+    assert verify_server.spec_of("pressure", args).config["watermark_low"] > 0.1
+    assert verify_server.spec_of("plain", args) == verify_server.SPECS["plain"]
+    assert verify_server.spec_of("ours", verify_server.parse_arguments(base)) == verify_server.SPECS["ours"]
 
 
 def test_benchmark_end_to_end_on_a_fake_server(fake_paths: server.Paths, tmp_path: pathlib.Path) -> None:

@@ -107,7 +107,7 @@ def fleet(
     failures = []
     try:
         for key, one in members.items():
-            started[key] = Server(one.spec, paths, command_of(one, paths, at[key]), at[key])
+            started[key] = Server(one.spec, paths, command_of(one, paths, at[key]), at[key], one.limits.tp)
         for key, server in started.items():
             try:
                 server.wait_ready(max(1.0, timeout_s - (time.monotonic() - begin)))

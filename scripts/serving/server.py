@@ -18,6 +18,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 HISPARSE_CONFIG: dict[str, Any] = {"top_k": 2048, "device_buffer_size": 4096, "host_to_device_ratio": 8}
+# No program of ours uses NVLink multicast: on a shared host it can put the GPUs of others out of service. SGLang would use it by
+# default with several ranks, to gather logits and to fuse all-reduces; only the variables keep it from the former.
+NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+TENSOR_PARALLEL_FLAGS = ("--disable-custom-all-reduce", "--enforce-disable-flashinfer-allreduce-fusion")
 
 
 class ServerError(RuntimeError):
@@ -50,13 +54,14 @@ class Paths:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Equal for all systems of one comparison. pool_tokens bounds the device pool."""
+    """Equal for all systems of one comparison. pool_tokens bounds the device pool; tp: GPUs of each server."""
 
     pool_tokens: int = 200_000
     max_running: int = 64
     chunk_tokens: int = 8192
     kv_dtype: str = "bfloat16"
     mem_fraction: float = 0.7
+    tp: int = 1
 
 
 def command_line(spec: ServerSpec, paths: Paths, limits: Limits, port: int) -> list[str]:
@@ -72,6 +77,8 @@ def command_line(spec: ServerSpec, paths: Paths, limits: Limits, port: int) -> l
         "--cuda-graph-bs-decode", *sizes, "--disable-prefill-cuda-graph",
         "--chunked-prefill-size", str(limits.chunk_tokens), "--max-total-tokens", str(limits.pool_tokens),
     ]  # fmt: skip
+    if limits.tp > 1:
+        command += ["--tp-size", str(limits.tp), *TENSOR_PARALLEL_FLAGS]
     if spec.hisparse:
         command += ["--enable-hisparse", "--hisparse-config", json.dumps(HISPARSE_CONFIG | spec.config)]
     if not spec.radix:
@@ -98,26 +105,28 @@ def environment(spec: ServerSpec, paths: Paths) -> dict[str, str]:
         "FLASHINFER_WORKSPACE_BASE": paths.cache,
         "SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0",
         "SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD": "0",
+        **NO_MULTICAST,
         **spec.env,
     }
 
 
-def stats_file(spec: ServerSpec, paths: Paths) -> pathlib.Path:
-    """Where a server with the plugin keeps its counters."""
-    return paths.logs.resolve() / f"{spec.name}.stats.json"
+def stats_file(spec: ServerSpec, paths: Paths, rank: int = 0) -> pathlib.Path:
+    """Where a rank of a server with the plugin keeps its counters; the first rank's file is the one that is asked for."""
+    return paths.logs.resolve() / f"{spec.name}.stats{f'.rank{rank}' if rank else ''}.json"
 
 
 class Server:
     """One running server; use `running`. `url` takes requests."""
 
-    def __init__(self, spec: ServerSpec, paths: Paths, command: list[str], port: int) -> None:
+    def __init__(self, spec: ServerSpec, paths: Paths, command: list[str], port: int, tp: int = 1) -> None:
         self.spec, self.url = spec, f"http://127.0.0.1:{port}"
         self.log = paths.logs / f"{spec.name}.log"
-        self._stats = stats_file(spec, paths)
+        self._stats = [stats_file(spec, paths, rank) for rank in range(tp)]
         self._ready_bytes = 0
         paths.logs.mkdir(parents=True, exist_ok=True)
         pathlib.Path(paths.cache).mkdir(parents=True, exist_ok=True)
-        self._stats.unlink(missing_ok=True)
+        for file in self._stats:
+            file.unlink(missing_ok=True)
         with self.log.open("wb") as handle:
             self._process = subprocess.Popen(
                 command,
@@ -169,11 +178,17 @@ class Server:
         return True
 
     def counters(self) -> dict[str, int]:
-        """The plugin's counters since start, as last written; empty for a server without the plugin."""
-        if not self.spec.plugin:
-            return {}
+        """The plugin's counters on the first rank since start, as last written; empty for a server without the plugin."""
+        return self.rank_counters()[0]
+
+    def rank_counters(self) -> list[dict[str, int]]:
+        """The same for every rank; empty for a rank that has written none."""
+        return [self._read(file) if self.spec.plugin else {} for file in self._stats]
+
+    @staticmethod
+    def _read(file: pathlib.Path) -> dict[str, int]:
         try:
-            lines = self._stats.read_text().strip().splitlines()
+            lines = file.read_text().strip().splitlines()
         except FileNotFoundError:
             return {}
         return json.loads(lines[-1]) if lines else {}
@@ -239,7 +254,7 @@ def running(
     spec: ServerSpec, paths: Paths, limits: Limits, port: int = 30000, timeout_s: float = 240.0
 ) -> Iterator[Server]:
     """Start a server, wait until it is ready, stop it at the end. Raises ServerError."""
-    server = Server(spec, paths, command_line(spec, paths, limits, port), port)
+    server = Server(spec, paths, command_line(spec, paths, limits, port), port, limits.tp)
     try:
         seconds = server.wait_ready(timeout_s)
         print(f"[{spec.name}] ready after {seconds:.0f} s", flush=True)
