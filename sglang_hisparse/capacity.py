@@ -7,8 +7,10 @@ resolver's tables, which the kernels' own module tells.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from sglang_hisparse.config import ResolvedConfig
-from sglang_hisparse.layout import HotShape, KVShape, MemoryPlan, pages_for, plan_memory
+from sglang_hisparse.layout import MAX_SCRATCH_SHARE, HotShape, KVShape, MemoryPlan, pages_for, plan_memory
 from sglang_hisparse.validation import check_host_memory
 
 UNBOUNDED_BYTES = 1 << 60
@@ -46,9 +48,71 @@ def prefill_pages(prompt_pages: int, total_pages: int, smallest_pages: int) -> i
     return max(prompt_pages + 1, decoding_pages(total_pages, smallest_pages))
 
 
-def longest_request_tokens(device_tokens: int, logical_tokens: int, page_size: int) -> int:
-    """Longest request, prompt and output: what the device holds while its prefill ends, with two pages to spare."""
-    return min(device_tokens, logical_tokens) - 2 * page_size
+def longest_request_tokens(device_tokens: int, logical_tokens: int, page_size: int, scratch_tokens: int = 0) -> int:
+    """Longest request, prompt and output: what the device holds while its prefill ends, or what its scratch holds where
+    prefills in chunks are streamed; with two pages to spare."""
+    return min(max(device_tokens, scratch_tokens), logical_tokens) - 2 * page_size
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """How a request is to be prefilled. `pages`: device pages that admission charges; `chunk_pages`: longest chunk where it
+    is streamed, 0 where all of it is made resident."""
+
+    pages: int
+    chunk_pages: int = 0
+
+    @property
+    def is_streamed(self) -> bool:
+        return self.chunk_pages > 0
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillRule:
+    """Whether a prefill is made resident or streamed: a function of the request and of where its prefix lies, of nothing else,
+    so that admission and allocation come to the same answer. All counts are pages unless the name says otherwise.
+
+    Resident is preferred. Streamed are prompts that the device can never hold, and short extends of a prefix that lies mostly
+    on the host: bringing it back would spill others, and would only be waited for. Either needs the scratch to hold it all.
+    """
+
+    num_device_pages: int
+    hot_pages: int
+    smallest_pages: int  #: see `ResidencyLimits.smallest_pages`
+    scratch_pages: int = 0  #: 0: nothing is streamed
+    chunk_pages: int = 0  #: longest chunk of a prefill on this server; 0: prefills are not cut
+    short_extend_tokens: int = 0
+
+    @property
+    def longest_streamed_pages(self) -> int:
+        """Longest prompt that need never be resident as a whole: prefills must be cut for that."""
+        return self.scratch_pages if self.chunk_pages else 0
+
+    def decide(
+        self, prompt_pages: int, total_pages: int, *, extend_tokens: int, prefix_pages: int = 0, host_pages: int = 0
+    ) -> Prefill:
+        """prompt_pages, total_pages: at the end of its prefill and at its own end. extend_tokens: those to be computed.
+        prefix_pages, host_pages: found in the cache, and how many of them are host-only."""
+        resident = prefill_pages(prompt_pages, total_pages, self.smallest_pages)
+        extend_pages = prompt_pages - prefix_pages
+        room = self.num_device_pages - self.hot_pages - 1
+        chunk = min(extend_pages, room, self.chunk_pages or extend_pages)
+        if prompt_pages > self.scratch_pages or chunk < (1 if self.chunk_pages else extend_pages):
+            return Prefill(resident)
+        streamed = max(self.hot_pages + chunk + 1, self.smallest_pages)
+        is_short = extend_tokens <= self.short_extend_tokens and 2 * host_pages >= max(prefix_pages, 1)
+        if resident > self.num_device_pages or (is_short and streamed <= resident):
+            return Prefill(streamed, chunk)
+        return Prefill(resident)
+
+
+def scratch_tokens(shape: KVShape, device_bytes: int, context_tokens: int, wanted: int | None) -> int:
+    """Longest prefill that can be streamed, whole pages: what was asked for, or the longest context within its share of the GPU
+    memory for the cache."""
+    if wanted is not None:
+        return pages_for(wanted, shape.page_size) * shape.page_size
+    longest = longest_pages(context_tokens, shape) * shape.page_size
+    return min(longest, shape.scratch_tokens(int(MAX_SCRATCH_SHARE * device_bytes)))
 
 
 def longest_pages(context_tokens: int, shape: KVShape) -> int:
@@ -84,12 +148,15 @@ def decide_plan(
     ratio: float | None,
     host_pool_bytes: int | None = None,
     max_device_tokens: int | None = None,
+    scratch_tokens: int = 0,
 ) -> MemoryPlan:
     """The plan that a server makes at start: a given ratio is kept or refused, only host_pool_bytes may shrink it.
 
     device_bytes: GPU memory of one rank for the cache. host_bytes: what each of the machine's `ranks` may pin.
-    host_pool_bytes: the user's cap on that. max_device_tokens: the user's cap on the device pool. Raises ConfigError.
+    host_pool_bytes: the user's cap on that. max_device_tokens: the user's cap on the device pool. scratch_tokens: see the
+    function of that name; less is planned where no request can be that long. Raises ConfigError.
     """
+    scratch = scratch_tokens
 
     def plan(ratio: float | None, available_host_bytes: int, cap: int | None = None) -> MemoryPlan:
         return plan_memory(
@@ -100,6 +167,7 @@ def decide_plan(
             ratio=ratio,
             host_pool_bytes=cap,
             max_device_tokens=max_device_tokens,
+            scratch_tokens=scratch,
         )
 
     if ratio is not None and (host_pool_bytes is None or host_pool_bytes > host_bytes):
@@ -110,4 +178,8 @@ def decide_plan(
             ratio=ratio,
             bytes_at_ratio=lambda smaller: plan(smaller, UNBOUNDED_BYTES).host_bytes,
         )
-    return plan(ratio, host_bytes, host_pool_bytes)
+    planned = plan(ratio, host_bytes, host_pool_bytes)
+    if scratch > planned.logical_tokens:
+        scratch = planned.logical_tokens
+        planned = plan(ratio, host_bytes, host_pool_bytes)
+    return planned

@@ -16,6 +16,7 @@ from sglang_hisparse import settings
 from sglang_hisparse.errors import HiSparseError
 from sglang_hisparse.memory import sizing
 from sglang_hisparse.memory.allocator import HiSparseAllocator
+from sglang_hisparse.memory.budget import HiSparsePrefillBudget
 from sglang_hisparse.memory.pool import HiSparsePool
 from sglang_hisparse.memory.radix import HiSparseRadixCache
 from sglang_hisparse.runtime import HiSparseRuntime
@@ -77,6 +78,11 @@ def around_alloc_for_decode(original: Callable[..., Any], batch: Any, token_per_
     return result
 
 
+def before_check_prefill(adder: Any, req: Any, **kwargs: Any) -> None:
+    if isinstance(adder.memory_budget, HiSparsePrefillBudget):
+        adder.memory_budget.consider(req)
+
+
 def after_free_rows(result: None, pool: Any, indices: list[int]) -> None:
     runtime = getattr(pool, "hisparse_runtime", None)
     if runtime is not None:
@@ -107,7 +113,10 @@ def around_forward_raw(original: Callable[..., Any], model_runner: Any, *args: A
     if _is_ours(model_runner):
         with no_device_sync():
             model_runner.hisparse_coordinator.before_forward()
-    return original(model_runner, *args, **kwargs)
+    result = original(model_runner, *args, **kwargs)
+    if _is_ours(model_runner):
+        model_runner.hisparse_coordinator.after_forward()
+    return result
 
 
 def around_topk_paged(
@@ -134,7 +143,11 @@ def after_scheduler_init(result: None, scheduler: Any, *args: Any, **kwargs: Any
 
 def before_get_next_batch(scheduler: Any, running_batch: Any, *args: Any, **kwargs: Any) -> None:
     runtime = scheduler.hisparse_coordinator
-    if isinstance(runtime, HiSparseRuntime) and runtime.admission_may_have_room():
+    if not isinstance(runtime, HiSparseRuntime):
+        return
+    if runtime.storage is not None:
+        runtime.storage.tick()
+    if runtime.admission_may_have_room():
         running_batch.batch_is_full = False
 
 
@@ -157,6 +170,22 @@ def _settle(scheduler: Any) -> None:
     runtime = getattr(scheduler, "hisparse_coordinator", None)
     if isinstance(runtime, HiSparseRuntime):
         runtime.settle()
+
+
+def after_weight_update(result: None, updater: Any, *args: Any, **kwargs: Any) -> None:
+    runtime = getattr(updater.scheduler, "hisparse_coordinator", None)
+    if isinstance(runtime, HiSparseRuntime) and runtime.storage is not None:
+        runtime.storage.weights_changed()
+
+
+def around_clear_storage(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
+    runtime = scheduler.hisparse_coordinator
+    if not isinstance(runtime, HiSparseRuntime) or runtime.storage is None:
+        return original(scheduler, recv_req)
+    from sglang.srt.managers.io_struct import ClearHiCacheReqOutput
+
+    runtime.storage.clear()
+    return ClearHiCacheReqOutput(success=True)
 
 
 def after_get_worker_info(result: tuple, worker: Any) -> tuple:
@@ -213,6 +242,12 @@ HOOKS: tuple[Hook, ...] = (
         "tells which request slots the decode batch has, on the CPU (R1)",
     ),
     Hook(
+        "managers.schedule_policy.PrefillAdder._check_prefill_budget",
+        "BEFORE",
+        before_check_prefill,
+        "what a request costs depends on where its cached prefix lies, and SGLang asks the budget by lengths alone",
+    ),
+    Hook(
         "mem_cache.memory_pool.ReqToTokenPool.free_rows",
         "AFTER",
         after_free_rows,
@@ -252,7 +287,8 @@ HOOKS: tuple[Hook, ...] = (
         "managers.scheduler.Scheduler.get_next_batch_to_run",
         "BEFORE",
         before_get_next_batch,
-        "a request that has ended its prefill needs fewer device pages: admission is asked again (R31)",
+        "a request that has ended its prefill needs fewer device pages: admission is asked again (R31); pages go to storage "
+        "and come from it",
     ),
     Hook(
         "managers.scheduler.Scheduler.is_fully_idle",
@@ -271,6 +307,18 @@ HOOKS: tuple[Hook, ...] = (
         "BEFORE",
         before_memory_release,
         "SGLang asserts that the server is idle, and would end it for a host copy that is under way (R29)",
+    ),
+    Hook(
+        "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.record_weight_version_after_update",
+        "AFTER",
+        after_weight_update,
+        "pages in storage belong to the weights that the server started with",
+    ),
+    Hook(
+        "managers.scheduler.Scheduler.clear_hicache_storage_wrapped",
+        "AROUND",
+        around_clear_storage,
+        "the user's word to empty storage reaches ours",
     ),
     Hook(
         "managers.tp_worker.TpModelWorker.get_worker_info",

@@ -1,7 +1,7 @@
 """Byte arithmetic of the cache: rows, pages, tokens, and what fits where.
 
-Owns the one rule that turns a ratio, a GPU budget and host memory into device, logical and host tokens (`plan_memory`)
-and the table that says so in the log (`render`). Called by memory/sizing.py and memory/pool.py, by validation and the
+Owns the one rule that turns a ratio, a GPU budget and host memory into device, logical and host tokens (`plan_memory`);
+layout_table.py shows it. Called by memory/sizing.py and memory/pool.py, by validation and the
 command line. It must never import torch or SGLang: a plan can be made on a machine that has neither a GPU nor a model.
 """
 
@@ -9,10 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from io import StringIO
-
-from rich.console import Console
-from rich.table import Table
 
 from sglang_hisparse.errors import ConfigError
 
@@ -26,6 +22,12 @@ INDEX_ROW_BYTES = 132
 
 MAX_INDEX_SHARE = 0.5
 """A ratio that is derived, not given, stops where index-K would take more than this share of the GPU budget."""
+
+SCRATCH_LAYERS = 2
+"""Layers whose rows the scratch of streamed prefills holds: one is read while the next arrives."""
+
+MAX_SCRATCH_SHARE = 0.02
+"""A scratch whose size is not given takes no more than this share of the GPU budget."""
 
 TAIL_PAGES = 2
 """The newest pages of a request, which stay on the GPU while it runs."""
@@ -100,6 +102,15 @@ class KVShape:
         """Logical page -> device page, entry 0 included."""
         return (num_logical // self.page_size + 1) * PAGE_TABLE_ENTRY_BYTES
 
+    def scratch_bytes(self, scratch_tokens: int) -> int:
+        """Rows of two layers for streamed prefills of up to that many tokens, pad page included; 0 tokens: no scratch."""
+        return SCRATCH_LAYERS * (scratch_tokens + self.page_size) * self.row_bytes if scratch_tokens else 0
+
+    def scratch_tokens(self, num_bytes: int) -> int:
+        """Tokens, in whole pages, whose scratch fits `num_bytes`."""
+        tokens = num_bytes // (SCRATCH_LAYERS * self.row_bytes) // self.page_size * self.page_size - self.page_size
+        return max(tokens, 0)
+
 
 @dataclass(frozen=True, slots=True)
 class HotShape:
@@ -152,6 +163,12 @@ class MemoryPlan:
     host_bytes: int
     device_budget_bytes: int
     host_budget_bytes: int
+    scratch_tokens: int = 0  #: longest prefill that can be streamed; 0: none is
+
+    @property
+    def scratch_bytes(self) -> int:
+        """GPU memory of the scratch of streamed prefills."""
+        return self.shape.scratch_bytes(self.scratch_tokens)
 
     @property
     def host_tokens(self) -> int:
@@ -167,6 +184,7 @@ class MemoryPlan:
             + self.page_table_bytes
             + self.hot_state_bytes
             + self.hot_pages_bytes
+            + self.scratch_bytes
         )
 
     @property
@@ -191,6 +209,7 @@ def describe_plan(
     requested_ratio: float | None = None,
     device_budget_bytes: int = 0,
     host_budget_bytes: int = 0,
+    scratch_tokens: int = 0,
 ) -> MemoryPlan:
     """The plan of a pool whose size is already decided; checks nothing."""
     num_logical = logical_tokens(device_tokens, ratio, shape.page_size)
@@ -203,13 +222,19 @@ def describe_plan(
         requested_ratio=requested_ratio,
         device_kv_bytes=shape.device_kv_bytes(device_tokens),
         index_bytes=shape.index_bytes(num_logical),
-        page_table_bytes=shape.page_table_bytes(num_logical),
+        page_table_bytes=shape.page_table_bytes(num_logical) * _num_tables(scratch_tokens),
         hot_state_bytes=hot.all_state_bytes,
         hot_pages_bytes=hot.hot_pages_bytes(shape.page_size),
         host_bytes=shape.host_bytes(num_logical),
         device_budget_bytes=device_budget_bytes,
         host_budget_bytes=host_budget_bytes,
+        scratch_tokens=scratch_tokens,
     )
+
+
+def _num_tables(scratch_tokens: int) -> int:
+    """Page tables over all logical pages: streamed prefills have one of their own."""
+    return 2 if scratch_tokens else 1
 
 
 def plan_memory(
@@ -221,10 +246,11 @@ def plan_memory(
     ratio: float | None = None,
     host_pool_bytes: int | None = None,
     max_device_tokens: int | None = None,
+    scratch_tokens: int = 0,
 ) -> MemoryPlan:
     """Divide one rank's memory.
 
-    device_bytes: GPU memory for KV, index-K, page table and hot state together. available_host_bytes: host memory this
+    device_bytes: GPU memory for KV, index-K, page tables, hot state and the scratch of `scratch_tokens` together. available_host_bytes: host memory this
     rank may pin; host_pool_bytes: the user's cap on it. max_device_tokens: the user's cap on the device pool.
     ratio None takes the largest ratio that host memory holds, but none whose index-K exceeds MAX_INDEX_SHARE of the
     budget; a given ratio shrinks to what the host holds (`host_bound`), never below 1.
@@ -235,8 +261,9 @@ def plan_memory(
     if ratio is not None and ratio < 1:
         raise ConfigError(f"host_to_device_ratio: {ratio} is below 1; allowed: a number >= 1, or null to derive it")
     host_budget = available_host_bytes if host_pool_bytes is None else min(available_host_bytes, host_pool_bytes)
-    budget = _token_budget(shape, hot, device_bytes)
-    device_at = _device_tokens_solver(shape, budget, max_device_tokens)
+    tables = _num_tables(scratch_tokens)
+    budget = _token_budget(shape, hot, device_bytes, scratch_tokens)
+    device_at = _device_tokens_solver(shape, budget, max_device_tokens, tables)
 
     most_logical = max(host_budget // shape.kv_token_bytes // page * page - page, 0)
     if ratio is None:
@@ -245,13 +272,13 @@ def plan_memory(
         num_logical = most_logical
         tokens = device_at(num_logical)
     else:
-        tokens = _tokens_at_ratio(shape, budget, ratio, max_device_tokens)
+        tokens = _tokens_at_ratio(shape, budget, ratio, max_device_tokens, tables)
         num_logical = logical_tokens(tokens, ratio, page)
         if num_logical > most_logical:
             num_logical = most_logical
             tokens = device_at(num_logical)
 
-    _check_one_request(shape, hot, budget, tokens, ratio)
+    _check_one_request(shape, hot, budget, tokens, ratio, tables)
     if num_logical < tokens:
         raise ConfigError(_host_too_small(shape, tokens, num_logical, host_budget, host_pool_bytes))
     if ratio is None or num_logical < logical_tokens(tokens, ratio, page):
@@ -266,12 +293,20 @@ def plan_memory(
         requested_ratio=ratio,
         device_budget_bytes=device_bytes,
         host_budget_bytes=host_budget,
+        scratch_tokens=scratch_tokens,
     )
 
 
-def _token_budget(shape: KVShape, hot: HotShape, device_bytes: int) -> int:
-    """GPU bytes left for tokens once hot state and the pad pages are paid."""
-    pads = shape.page_size * (shape.kv_token_bytes + shape.index_token_bytes) + PAGE_TABLE_ENTRY_BYTES
+def _token_budget(shape: KVShape, hot: HotShape, device_bytes: int, scratch_tokens: int) -> int:
+    """GPU bytes left for tokens once hot state, scratch and the pad pages are paid."""
+    scratch = shape.scratch_bytes(scratch_tokens)
+    pads = shape.page_size * (shape.kv_token_bytes + shape.index_token_bytes) + 2 * PAGE_TABLE_ENTRY_BYTES
+    if scratch and (left := device_bytes - pads - hot.fixed_bytes(shape.page_size)) <= scratch:
+        raise ConfigError(
+            f"prefill_scratch_tokens: {scratch_tokens} tokens need {scratch / GIB:.2f} GiB of the {left / GIB:.2f} GiB left for "
+            f"the cache; allowed: less than {shape.scratch_tokens(max(left, 0))}, or 0 for none"
+        )
+    device_bytes -= scratch
     fixed = hot.fixed_bytes(shape.page_size)
     budget = device_bytes - fixed - pads
     if budget <= 0:
@@ -284,25 +319,25 @@ def _token_budget(shape: KVShape, hot: HotShape, device_bytes: int) -> int:
     return budget
 
 
-def _logical_token_bytes(shape: KVShape) -> float:
-    """GPU bytes that every logical token costs, resident or not."""
-    return shape.index_token_bytes + PAGE_TABLE_ENTRY_BYTES / shape.page_size
+def _logical_token_bytes(shape: KVShape, tables: int) -> float:
+    """GPU bytes that every logical token costs, resident or not; `tables`: page tables over all of them."""
+    return shape.index_token_bytes + tables * PAGE_TABLE_ENTRY_BYTES / shape.page_size
 
 
-def _device_tokens_solver(shape: KVShape, budget: int, cap: int | None) -> Callable[[int], int]:
+def _device_tokens_solver(shape: KVShape, budget: int, cap: int | None, tables: int) -> Callable[[int], int]:
     """Device tokens left beside a given number of logical tokens, floored to pages."""
 
     def solve(num_logical: int) -> int:
-        left = budget - num_logical * _logical_token_bytes(shape)
+        left = budget - num_logical * _logical_token_bytes(shape, tables)
         tokens = int(max(left, 0) // shape.kv_token_bytes)
         return (tokens if cap is None else min(tokens, cap)) // shape.page_size * shape.page_size
 
     return solve
 
 
-def _tokens_at_ratio(shape: KVShape, budget: int, ratio: float, cap: int | None) -> int:
+def _tokens_at_ratio(shape: KVShape, budget: int, ratio: float, cap: int | None, tables: int) -> int:
     """Device tokens D with D * kv + ratio * D * logical == budget, floored to pages."""
-    tokens = int(budget // (shape.kv_token_bytes + ratio * _logical_token_bytes(shape)))
+    tokens = int(budget // (shape.kv_token_bytes + ratio * _logical_token_bytes(shape, tables)))
     return (tokens if cap is None else min(tokens, cap)) // shape.page_size * shape.page_size
 
 
@@ -311,12 +346,14 @@ def least_device_tokens(shape: KVShape, hot: HotShape) -> int:
     return (hot.lease_pages(shape.page_size) + TAIL_PAGES + 1) * shape.page_size
 
 
-def _check_one_request(shape: KVShape, hot: HotShape, budget: int, tokens: int, ratio: float | None) -> None:
+def _check_one_request(
+    shape: KVShape, hot: HotShape, budget: int, tokens: int, ratio: float | None, tables: int
+) -> None:
     need = least_device_tokens(shape, hot)
     if tokens >= need:
         return
     room = budget - need * shape.kv_token_bytes
-    fits = room / (need * _logical_token_bytes(shape))
+    fits = room / (need * _logical_token_bytes(shape, tables))
     remedy = (
         f"the largest host_to_device_ratio that leaves it is {fits:.2f}"
         if ratio is not None and 1 <= fits < ratio
@@ -336,36 +373,3 @@ def _host_too_small(
         f"device pool; ratio 1 needs {shape.host_bytes(tokens) / GIB:.2f} GiB per rank, "
         f"or max_total_tokens {num_logical} fits this host memory"
     )
-
-
-def plan_table(plan: MemoryPlan) -> Table:
-    """One table: what, how much of it, where and how large."""
-    shape, hot = plan.shape, plan.hot
-    asked = "derived" if plan.requested_ratio is None else f"asked {plan.requested_ratio:g}"
-    bound = ", bound by host memory" if plan.host_bound else ""
-    table = Table(title=f"HiSparse memory per rank: ratio {plan.ratio:.4g} ({asked}{bound})")
-    for name, justify in (("where", "left"), ("what", "left"), ("count", "right"), ("GiB", "right")):
-        table.add_column(name, justify=justify)
-    kv = f"KV, {shape.num_layers} layers x {shape.row_bytes} B"
-    index = f"index-K, {shape.num_leaders} layers x {shape.index_row_bytes} B"
-    state = f"hot state, {hot.num_groups} groups x {hot.buffer_rows} rows"
-    rows = (
-        ("GPU", kv, f"{plan.device_tokens} tokens", plan.device_kv_bytes),
-        ("GPU", index, f"{plan.logical_tokens} tokens", plan.index_bytes),
-        ("GPU", "page table", f"{plan.logical_tokens // shape.page_size + 1} pages", plan.page_table_bytes),
-        ("GPU", state, f"{hot.num_slots} slots", plan.hot_state_bytes),
-        ("GPU", "hot pages table", f"{hot.num_slots} slots", plan.hot_pages_bytes),
-        ("host", "pinned KV", f"{plan.host_tokens} tokens", plan.host_bytes),
-    )
-    for where, what, count, num_bytes in rows:
-        table.add_row(where, what, count, f"{num_bytes / GIB:.3f}")
-    table.add_section()
-    table.add_row("GPU", "total", f"plain: {plan.plain_tokens} tokens", f"{plan.device_bytes / GIB:.3f}")
-    return table
-
-
-def render(plan: MemoryPlan, width: int = 100) -> str:
-    """The plan's table as plain text for one log record."""
-    out = StringIO()
-    Console(file=out, width=width, no_color=True, legacy_windows=False).print(plan_table(plan))
-    return out.getvalue().rstrip()

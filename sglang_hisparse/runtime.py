@@ -11,7 +11,6 @@ import functools
 import logging
 import signal
 import threading
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,36 +21,32 @@ from sglang_hisparse.admission_view import gate_for
 from sglang_hisparse.audit import RowAudit, RowFault
 from sglang_hisparse.errors import HiSparseError, InvariantError
 from sglang_hisparse.faults import FaultPlan, FaultSeam
-from sglang_hisparse.layout import render
+from sglang_hisparse.layout_table import render
 from sglang_hisparse.memory.allocator import HiSparseAllocator
+from sglang_hisparse.memory.extends import Extends, Launch
 from sglang_hisparse.memory.host_tier import HostTier
 from sglang_hisparse.memory.pool import HiSparsePool
-from sglang_hisparse.memory.sizing import current_plan, plan_as_built
+from sglang_hisparse.memory.sizing import current_plan, plan_as_built, prefill_rule
 from sglang_hisparse.metrics import Reporter
 from sglang_hisparse.recording.recorder import recorder_of
 from sglang_hisparse.residency import ResidencyCoordinator, ResidencyLimits, SpillPolicy
 from sglang_hisparse.residency.invariants import check
 from sglang_hisparse.stats import StatsWriter, exceeds_device, residency_counts, resolver_counts
+from sglang_hisparse.storage.counters import STORAGE_COUNTS
+from sglang_hisparse.storage.tier import StorageTier
 from sglang_hisparse.transfer.hot_buffer import GroupTable, HotBuffers
 from sglang_hisparse.transfer.last_resort import copy_to_host_now
+from sglang_hisparse.transfer.prefix_stream import PrefixStream
 from sglang_hisparse.transfer.worker import TransferWorker
 
 logger = logging.getLogger(__name__)
 
-# SGLang clips the output length that it plans for to this many tokens (schedule_policy.CLIP_MAX_NEW_TOKENS).
-MAX_PLANNED_OUTPUT = 4096
-
-
-@dataclass(slots=True)
-class _ExtendRequest:
-    """One request of the extend batch that is being allocated."""
-
-    prefix_pages: list[int]
-    is_new: bool
-    seq_len: int
-    prefill_ends: bool
-    prompt_pages: int
-    final_pages: int
+def _refuse_mixtures(allocator: Any, pool: Any, num_draft_tokens: int) -> None:
+    for part, wanted in ((allocator, HiSparseAllocator), (pool, HiSparsePool)):
+        if not isinstance(part, wanted):
+            raise HiSparseError(f"SGLang built {type(part).__name__} where {wanted.__name__} was hooked in; refusing a mixture")
+    if num_draft_tokens:
+        raise HiSparseError(f"speculative decoding ({num_draft_tokens} draft tokens) is not supported yet")
 
 
 class HiSparseRuntime:
@@ -71,11 +66,7 @@ class HiSparseRuntime:
         num_draft_tokens: int = 0,
     ) -> None:
         allocator, pool = token_to_kv_pool_allocator, token_to_kv_pool_allocator.get_kvcache()
-        for part, wanted in ((allocator, HiSparseAllocator), (pool, HiSparsePool)):
-            if not isinstance(part, wanted):
-                raise HiSparseError(f"SGLang built {type(part).__name__} where {wanted.__name__} was hooked in; refusing a mixture")
-        if num_draft_tokens:
-            raise HiSparseError(f"speculative decoding ({num_draft_tokens} draft tokens) is not supported yet")
+        _refuse_mixtures(allocator, pool, num_draft_tokens)
         self.req_to_token_pool = req_to_token_pool
         self.allocator, self.pool = allocator, pool
         self.page_size = allocator.page_size
@@ -120,10 +111,8 @@ class HiSparseRuntime:
         self.reporter = Reporter(self)
         self.residency = ResidencyCoordinator(limits, policy, allocator.device_pages, self.reporter.mirror)
         self.policy = SpillPolicy(self.residency)
-        self.worker.on_failed = self.residency.on_failed
-        self.worker.copy_now = functools.partial(copy_to_host_now, self.worker, pool, self.mem_pool_host)
-        # A rank may not decide by a failure that the other ranks have not seen (R30): there no copy is given back.
-        self.worker.must_succeed = tp_group is not None and torch.distributed.get_world_size(group=tp_group) > 1
+        self.extends = self._build_extends()
+        self._answer_failed_copies(tp_group)
         self.plant(FaultPlan.from_env())
         self.num_real_reqs = self.hot.num_real_rows
         self.audit, self.fault = RowAudit.from_env(self), RowFault.from_env(self)
@@ -131,14 +120,39 @@ class HiSparseRuntime:
         self._model_runner: Any = None
         self._scheduler: Any = None
         self.tree_cache: Any = None
+        self.storage: StorageTier | None = None
         self.gate: AdmissionGate | None = None
         self._committed_seen = 0
-        self._extend: list[_ExtendRequest] = []
-        self._launch: tuple[list[int], list[int], list[bool]] | None = None
-        self.extend_slots: list[int] = []
+        self._launch: Launch | None = None
         self.decode_slots: list[int] = []
         allocator.bind_runtime(self)
         req_to_token_pool.hisparse_runtime = self
+
+    def _answer_failed_copies(self, tp_group: Any) -> None:
+        self.worker.on_failed = self.residency.on_failed
+        self.worker.copy_now = functools.partial(copy_to_host_now, self.worker, self.pool, self.mem_pool_host)
+        # A rank may not decide by a failure that the other ranks have not seen (R30): there no copy is given back.
+        self.worker.must_succeed = tp_group is not None and torch.distributed.get_world_size(group=tp_group) > 1
+
+    def _build_extends(self) -> Extends:
+        """How prefills are made resident or streamed, and the scratch for it."""
+        rule = prefill_rule(self.residency.limits)
+        if not rule.scratch_pages:
+            return Extends(self.residency, self.make_room, rule, None)
+        stream = self.pool.prefix_stream = PrefixStream(
+            like=self.pool.kv_buffer[0],
+            host_bases=self.hot.host_bases,
+            device_bases=self.hot.device_bases,
+            page_table=self.allocator.page_table,
+            page_size=self.page_size,
+            num_pages=rule.scratch_pages,
+        )
+        return Extends(self.residency, self.make_room, rule, stream)
+
+    @property
+    def extend_slots(self) -> list[int]:
+        """Request slots of the extend batch that is being allocated, in batch order."""
+        return self.extends.slots
 
     # -- wiring -----------------------------------------------------------------------------------------------------
 
@@ -157,11 +171,19 @@ class HiSparseRuntime:
             plan = plan_as_built(self.allocator.device_tokens, self.hot.hot_pages.shape[0])
             logger.info("HiSparse memory of each rank\n%s", render(plan))
         self.reporter.bind(scheduler)
+        self._open_storage(scheduler)
         self.gate = gate_for(self)
         if threading.current_thread() is threading.main_thread():
             # A scheduler that is told to end directly would die with its pinned memory still registered: let it leave its
             # loop instead, so that SGLang's orderly shutdown runs, and with it `destroy`.
             signal.signal(signal.SIGTERM, lambda *_: setattr(scheduler, "gracefully_exit", True))
+
+    def _open_storage(self, scheduler: Any) -> None:
+        """SGLang's scheduler then asks the radix cache for prefetches, as it would with HiCache."""
+        self.storage = StorageTier.of(self, scheduler)
+        if self.storage is not None:
+            self.tree_cache.storage = self.storage
+            scheduler.enable_hicache_storage = True
 
     def plant(self, plan: FaultPlan) -> None:
         """Let the faults of `plan` happen from now on; none, when it names none (but for those of the captured graph)."""
@@ -174,42 +196,14 @@ class HiSparseRuntime:
 
     def begin_extend(self, batch: Any) -> None:
         """Hold the prefixes of the whole batch, spill, promote; SGLang allocates next (R21)."""
-        self._extend = [self._extend_request(batch, i) for i in range(len(batch.reqs))]
-        prefixes = [page for request in self._extend for page in request.prefix_pages]
-        self.residency.book.hold(prefixes, +1)
-        on_host = [page for page in dict.fromkeys(prefixes) if self.residency.book.is_host_only(page)]
-        new_pages = sum(-(-request.seq_len // self.page_size) - len(request.prefix_pages) for request in self._extend)
-        # The admission ledger has promised these pages. Going on without them would read rows that are not there.
-        if not self.make_room(len(on_host) + new_pages):
-            raise InvariantError(f"I7: {len(on_host) + new_pages} device pages were promised to an extend and cannot be freed")
-        if on_host:
-            self.residency.promote(on_host)
-
-    def _extend_request(self, batch: Any, index: int) -> _ExtendRequest:
-        req, prefix_len = batch.reqs[index], batch.prefix_lens[index]
-        seq_len = prefix_len + batch.extend_lens[index]
-        if is_new := not req.kv.holds_kv:
-            pages = batch.tree_cache.prefix_pages(req) if prefix_len else []
-        else:
-            pages = self.residency.book.pages(req.kv.req_pool_idx).tolist()
-        left = min(max(req.sampling_params.max_new_tokens - len(req.output_ids), 0), MAX_PLANNED_OUTPUT)
-        total = len(req.full_untruncated_fill_ids)
-        prompt_pages, final_pages = -(-total // self.page_size), -(-(total + left) // self.page_size)
-        return _ExtendRequest(pages, is_new, seq_len, seq_len >= total, prompt_pages, final_pages)
+        self.extends.begin(batch)
 
     def allocate_spec_scratch(self, req_pool_indices: list[int]) -> None:
         """SGLang tells the request slots of the extend batch here, in batch order, before it allocates tokens."""
-        self.extend_slots = list(req_pool_indices)
-        for slot, request in zip(self.extend_slots, self._extend, strict=True):
-            if request.is_new:
-                self.residency.attach(
-                    slot, request.prefix_pages, prompt_pages=request.prompt_pages, final_pages=request.final_pages
-                )
-            self.residency.book.hold(request.prefix_pages, -1)
+        self.extends.attach(req_pool_indices)
 
     def end_extend(self) -> None:
-        self._launch = (self.extend_slots, [r.seq_len for r in self._extend], [r.prefill_ends for r in self._extend])
-        self._extend = []
+        self._launch = self.extends.end()
         if self.gate is not None:
             self.gate.note_extend()
 
@@ -219,9 +213,10 @@ class HiSparseRuntime:
         self.decode_slots = batch.req_pool_indices_cpu.tolist()
 
     def end_decode(self, batch: Any) -> None:
-        self._launch = (self.decode_slots, (batch.seq_lens_cpu + 1).tolist(), [True] * len(self.decode_slots))
+        seq_lens = (batch.seq_lens_cpu + 1).tolist()
+        self._launch = Launch(self.decode_slots, seq_lens, [True] * len(seq_lens), is_extend=False)
         self.hot.note_decode()
-        self.recorder.before_decode(*self._launch[:2])
+        self.recorder.before_decode(self.decode_slots, seq_lens)
         if self.gate is not None:
             self.gate.note_decode(len(self.decode_slots))
 
@@ -229,7 +224,7 @@ class HiSparseRuntime:
         """Spill until `num_pages` device pages are free."""
         is_short = num_pages > self.residency.device_pages.num_free
         done = self._make_room(num_pages)
-        if is_short and done and not self._extend and exceeds_device(self.residency, num_pages):
+        if is_short and done and not self.extends.is_allocating and exceeds_device(self.residency, num_pages):
             self.residency.counters.retractions_avoided += 1
         return done
 
@@ -255,12 +250,13 @@ class HiSparseRuntime:
         return self.residency.book.committed_pages()
 
     def admission_may_have_room(self) -> bool:
-        """Whether the ledger has shrunk or the gate has new figures: SGLang stops asking once a batch was full."""
+        """Whether the ledger has shrunk, the gate has new figures, or the last batch had no room in the scratch: SGLang stops
+        asking once a batch was full."""
         if self.faults is not None:
             self.faults.abort_one(self._scheduler)
         before, self._committed_seen = self._committed_seen, self.committed_device_pages()
         has_news = self.gate is not None and self.gate.take_news()
-        return self._committed_seen < before or has_news
+        return self._committed_seen < before or has_news or self.extends.take_refusal()
 
     # -- the forward ------------------------------------------------------------------------------------------------
 
@@ -274,10 +270,15 @@ class HiSparseRuntime:
         self.hot.before_forward()
         launch, self._launch = self._launch, None
         if launch is not None:
-            slots, seq_lens, ends = launch
-            self.residency.check_step(slots)
-            self.residency.note_launch(slots, seq_lens, ends)
+            self.residency.check_step(launch.slots)
+        self.extends.before_forward(launch)
+        if launch is not None:
+            self.residency.note_launch(launch.slots, launch.seq_lens, launch.prefill_ends)
         self._report()
+
+    def after_forward(self) -> None:
+        """The forward has been launched."""
+        self.extends.after_forward()
 
     def _note_completed(self, transfer_ids: list[int]) -> None:
         self.residency.on_completed(transfer_ids)
@@ -313,7 +314,7 @@ class HiSparseRuntime:
             page_rows = self._model_runner.attn_backend.forward_metadata.real_page_table
             if page_rows.shape[0] < num_rows:
                 raise InvariantError(f"page table of {page_rows.shape[0]} rows for {num_rows} rows of top-k")
-            rows = self.hot.resolve(layer, top_k_result, page_rows, compressed_seq_lens, req_pool_indices)
+            rows = self.hot.resolve(layer, top_k_result, page_rows, compressed_seq_lens)
             self.audit.check(layer, rows, top_k_result, page_rows, compressed_seq_lens)
         return self.fault.apply(self.hot.rows(num_rows), top_k_result)
 
@@ -358,6 +359,8 @@ class HiSparseRuntime:
     def settle(self) -> None:
         """Wait for the host copies under way: SGLang asks once whether it is idle, and then acts."""
         self._note_completed(self.worker.settle())
+        if self.storage is not None:
+            self.storage.settle()
 
     def self_check(self) -> list[str]:
         """What is wrong with the pools now, in words; empty when nothing is. SGLang asks at idle."""
@@ -373,6 +376,8 @@ class HiSparseRuntime:
     def clear(self) -> None:
         """Flush: drain the copies, forget every page; late acknowledgements find no transfer (I5). Tags need no reset: those of
         a slot are forgotten when it takes a lease."""
+        if self.storage is not None:
+            self.storage.forget_pages()
         self.worker.drain()
         self.residency.clear()
         self.worker.forget_all()
@@ -380,6 +385,9 @@ class HiSparseRuntime:
         self._launch = None
 
     def destroy(self) -> None:
+        if self.storage is not None:
+            self._note_completed(self.worker.settle())
+            self.storage.close()
         self.worker.drain()
         self.worker.synchronize()
         self.recorder.close()
@@ -395,4 +403,6 @@ class HiSparseRuntime:
 
     def counters(self) -> dict[str, int]:
         """Counts since start, for logs, metrics and the statistics file; device counts lag by a few steps."""
-        return {**residency_counts(self), **resolver_counts(self.hot.counters()), **self.audit.counters()}
+        counts = {**residency_counts(self), **resolver_counts(self.hot.counters()), **self.audit.counters()}
+        counts |= self.extends.counters()
+        return {**counts, **(dict.fromkeys(STORAGE_COUNTS, 0) if self.storage is None else self.storage.counters())}

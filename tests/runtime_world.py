@@ -338,8 +338,11 @@ def published(**server_args: Any) -> Iterator[None]:
 
 
 @contextmanager
-def make_world(sizes: Sizes = Sizes(), *, device: str = "cpu", radix: bool = True, **config: Any) -> Iterator[World]:
-    """A world, whose host memory is given back at the end. config: further keys of --hisparse-config."""
+def make_world(
+    sizes: Sizes = Sizes(), *, device: str = "cpu", radix: bool = True, chunk: int | None = None, **config: Any
+) -> Iterator[World]:
+    """A world, whose host memory is given back at the end. chunk: tokens of the server's prefill chunks. config: further keys
+    of --hisparse-config."""
     values = {
         "device_buffer_size": sizes.hot_pages * PAGE,
         "host_to_device_ratio": sizes.ratio,
@@ -357,7 +360,8 @@ def make_world(sizes: Sizes = Sizes(), *, device: str = "cpu", radix: bool = Tru
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)
         backend = "torch_native" if device == "cpu" else "dsa"
-        stack.enter_context(published(attention_backend=backend, device=device))
+        server_args = {"chunked_prefill_size": chunk, "disable_radix_cache": not radix}
+        stack.enter_context(published(attention_backend=backend, device=device, **server_args))
         world = World(sizes, device, radix)
         stack.callback(world.runtime.destroy)
         yield world

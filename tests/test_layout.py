@@ -15,8 +15,8 @@ from sglang_hisparse.layout import (
     least_device_tokens,
     logical_tokens,
     plan_memory,
-    render,
 )
+from sglang_hisparse.layout_table import render
 
 V32_BF16 = KVShape(num_layers=61, num_leaders=61, row_bytes=1152)
 V32_FP8 = KVShape(num_layers=61, num_leaders=61, row_bytes=656)
@@ -163,3 +163,31 @@ def test_render_says_what_went_where() -> None:
     for word in ("index-K", "page table", "hot state", "pinned KV", str(plan.device_tokens), str(plan.logical_tokens)):
         assert word in text
     assert "bound by host memory" in text and max(map(len, text.splitlines())) <= 100
+
+
+@given(
+    scratch=st.integers(0, 3000).map(lambda pages: pages * 64),
+    gib=st.integers(8, 60),
+    ratio=st.one_of(st.none(), st.floats(1, 12)),
+)
+@settings(max_examples=60, deadline=None)
+def test_scratch_is_paid_before_tokens(scratch: int, gib: int, ratio: float | None) -> None:
+    """Goal: the scratch of streamed prefills is inside the budget. Method: random sizes; the plan never exceeds the GPU's share,
+    and a page of every layer more would."""
+    plan = plan_memory(
+        V32_FP8, HOT, device_bytes=gib * GIB, available_host_bytes=400 * GIB, ratio=ratio, scratch_tokens=scratch
+    )
+    assert plan.scratch_bytes == (2 * (scratch + 64) * 656 if scratch else 0)
+    left = gib * GIB - plan.device_bytes
+    page = 64 * V32_FP8.kv_token_bytes
+    per_page = page + 64 * max(plan.ratio, 1) * (V32_FP8.index_token_bytes + 1)
+    assert left >= 0 and (left < 2 * per_page or plan.host_bound or ratio is None)
+
+
+def test_a_scratch_that_does_not_fit_is_refused_with_one_that_does() -> None:
+    """Goal: the refusal helps. Method: a scratch of the whole budget, then the size that the message allows."""
+    with pytest.raises(ConfigError, match="prefill_scratch_tokens: 10000000 tokens need .* allowed: less than") as refusal:
+        plan_memory(V32_FP8, HOT, device_bytes=4 * GIB, available_host_bytes=100 * GIB, ratio=2, scratch_tokens=10_000_000)
+    allowed = int(str(refusal.value).split("less than ")[1].split(",")[0])
+    assert V32_FP8.scratch_bytes(allowed) < 4 * GIB
+    plan_memory(V32_FP8, HOT, device_bytes=4 * GIB, available_host_bytes=100 * GIB, ratio=2, scratch_tokens=allowed // 2)

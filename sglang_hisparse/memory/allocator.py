@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from sglang.srt.mem_cache.allocator.hisparse import HiSparseTokenToKVPoolAllocator
 
+from sglang_hisparse.capacity import longest_request_tokens
 from sglang_hisparse.layout import logical_tokens
 from sglang_hisparse.memory.budget import HiSparsePrefillBudget
 from sglang_hisparse.residency import DevicePages, ResidencyCoordinator
@@ -100,14 +101,22 @@ class HiSparseAllocator(HiSparseTokenToKVPoolAllocator):
     def create_prefill_budget(self, tree_cache: Any, *, num_mixed_decode_tokens: int = 0) -> HiSparsePrefillBudget:
         return HiSparsePrefillBudget(self, tree_cache, num_mixed_decode_tokens=num_mixed_decode_tokens)
 
+    @property
+    def streamed_tokens(self) -> int:
+        """Longest prompt that can be prefilled without ever being resident as a whole; 0: none."""
+        return 0 if self.runtime is None else self.runtime.extends.rule.longest_streamed_pages * self.page_size
+
     def max_request_tokens(self) -> int:
-        """Longest request, prompt and output: what the device can hold while its prefill ends, with two pages to spare."""
-        return min(self._size_full, self._size_hisparse) - 2 * self.page_size
+        """Longest request, prompt and output: see capacity.longest_request_tokens."""
+        return longest_request_tokens(self._size_hisparse, self._size_full, self.page_size, self.streamed_tokens)
 
     def max_new_tokens_for_memory(self, input_tokens: int, max_new_tokens: int, *, token_capacity: int, **kwargs: Any) -> int | None:
         # SGLang has clipped to `max_request_tokens` already; with that as capacity too, the longest prompts would get no output.
         return super().max_new_tokens_for_memory(
-            input_tokens, max_new_tokens, token_capacity=min(token_capacity, self._size_hisparse), **kwargs
+            input_tokens,
+            max_new_tokens,
+            token_capacity=min(token_capacity, max(self._size_hisparse, self.streamed_tokens)),
+            **kwargs,
         )
 
     def verify_byte_accounting(self) -> list[str]:

@@ -5,7 +5,8 @@ table, which the allocator owns and binds here. Constructed by SGLang's KV cache
 HiSparse pool; called inside layers, so also while a CUDA graph is captured. It must never write the page table, never
 synchronise, never translate in place (follower layers reuse the leader's index tensor), and never move rows.
 
-Index-K is addressed by logical id and is never translated.
+Index-K is addressed by logical id and is never translated. While an extend is streamed (transfer/prefix_stream.py), attention gets
+the scratch of that stream instead of a layer's buffer, and rows of the scratch instead of device rows; writers never do.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from sglang_hisparse.layout import logical_tokens
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
+
+    from sglang_hisparse.transfer.prefix_stream import PrefixStream
 
 ZERO_ROW = 0
 """Row 0 of the pad page. Padded tokens write to location 0, which SGLang's KV writers skip, so it stays zero."""
@@ -101,6 +104,7 @@ class HiSparsePool(HiSparseDSATokenToKVPool):
             raise InvariantError(f"device pool of {size} tokens is not a whole number of pages of {page_size}")
         self.logical_tokens = logical_tokens(size, host_to_device_ratio, page_size)
         self.page_table: torch.Tensor | None = None
+        self.prefix_stream: PrefixStream | None = None  # bound by the runtime
         self._write_rows: _WriteRows | None = None
         DSATokenToKVPool.__init__(
             self,
@@ -194,7 +198,24 @@ class HiSparsePool(HiSparseDSATokenToKVPool):
         """
         if compressed_indices.ndim == 1:
             return self.write_rows(compressed_indices)
+        if (stream := self._running_stream()) is not None:
+            return rows_for_reading(compressed_indices, stream.table, self.page_size)
         return self.read_rows(compressed_indices)
+
+    def _running_stream(self) -> PrefixStream | None:
+        """The stream that attention reads from in this forward, None where it reads the pool."""
+        stream = self.prefix_stream
+        return stream if stream is not None and stream.active else None
+
+    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
+        """What attention of the layer reads: its buffer [num_rows, 1, dim], or the scratch of a streamed extend.
+
+        The backend asks for it after it has written the layer's new rows, and before it launches attention.
+        """
+        if (stream := self._running_stream()) is None:
+            return super().get_key_buffer(layer_id)
+        rows = stream.stage(layer_id - self.start_layer)
+        return rows if self.store_dtype == self.dtype else rows.view(self.dtype)
 
     def _translate_loc_to_hisparse_device(self, compressed_indices: torch.Tensor) -> torch.Tensor:
         return self.translate_loc_to_hisparse_device(compressed_indices)
@@ -206,6 +227,8 @@ class HiSparsePool(HiSparseDSATokenToKVPool):
         the graph. The last layer lets go of it, so that nothing of one forward is kept for the next.
         """
         local = layer_id - self.start_layer
+        if (stream := self._running_stream()) is not None:
+            stream.note_write(local)
         cached = self._write_rows
         if local == 0 or cached is None or not cached.match(loc):
             cached = _WriteRows(loc, self.write_rows(loc))
@@ -256,8 +279,10 @@ class HiSparsePool(HiSparseDSATokenToKVPool):
         """Latent and rope parts of resident rows, each [n, 1, dim].
 
         The gather of this path cannot skip a row, so a host-only id reads the zero row; its callers (prefill with
-        full attention) run on promoted prefixes only.
+        full attention) run on promoted prefixes only. SGLang takes no such path with HiSparse, streamed or not.
         """
+        if self._running_stream() is not None:
+            raise InvariantError("I6: full attention asked for rows of a streamed extend, which are not all on the device")
         rows = self.read_rows(loc).clamp_(min=ZERO_ROW)
         if rows.is_cuda:
             return DSATokenToKVPool.get_mla_kv_buffer(self, layer, rows, dst_dtype)

@@ -26,10 +26,18 @@ from sglang.srt.configs.model_config import dsa_layer_skips_topk, get_dsa_index_
 from sglang.srt.mem_cache.host_memory import available_host_memory_bytes
 from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
 from sglang.srt.mem_cache.pool_host.base import HICACHE_HOST_MEMORY_RESERVE_BYTES, ranks_per_host
+from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
 from sglang.srt.runtime_context import get_memory, get_parallel, get_schedule
 
 from sglang_hisparse import settings
-from sglang_hisparse.capacity import decide_plan, host_share_bytes, hot_shape, longest_pages
+from sglang_hisparse.capacity import (
+    PrefillRule,
+    decide_plan,
+    host_share_bytes,
+    hot_shape,
+    longest_pages,
+    scratch_tokens,
+)
 from sglang_hisparse.config import ResolvedConfig
 from sglang_hisparse.errors import InvariantError
 from sglang_hisparse.layout import (
@@ -42,6 +50,8 @@ from sglang_hisparse.layout import (
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 
+    from sglang_hisparse.residency import ResidencyLimits
+
 logger = logging.getLogger(__name__)
 
 
@@ -49,6 +59,7 @@ class _Plan:
     """The plan of this process. A container, because hook propagation rebinds names in modules."""
 
     current: MemoryPlan | None = None
+    settings: ResolvedConfig | None = None  # that it was made for
 
 
 def current_plan() -> MemoryPlan | None:
@@ -69,6 +80,36 @@ def plan_as_built(device_tokens: int, num_slots: int) -> MemoryPlan:
         requested_ratio=plan.requested_ratio,
         device_budget_bytes=plan.device_budget_bytes,
         host_budget_bytes=plan.host_budget_bytes,
+        scratch_tokens=plan.scratch_tokens,
+    )
+
+
+def planned_scratch_tokens() -> int:
+    """Tokens of the scratch of streamed prefills; where no plan was made for these settings, what they name, or none."""
+    resolved = settings.resolved()
+    if _Plan.current is not None and _Plan.settings is resolved:
+        return _Plan.current.scratch_tokens
+    return resolved.prefill_scratch_tokens or 0
+
+
+def prefill_rule(limits: ResidencyLimits) -> PrefillRule:
+    """How this server prefills: its chunks, its scratch, its short extends."""
+    schedule, page = get_schedule(), limits.page_size
+    chunk_pages = -(-max(schedule.chunked_prefill_size or 0, 0) // page)
+    scratch_pages = min(planned_scratch_tokens() // page, limits.num_logical_pages)
+    if scratch_pages and check_cuda_graph_backend(Phase.PREFILL, Backend.FULL):
+        logger.warning("HiSparse: no prefill is streamed, since --cuda-graph-backend-prefill full fixes what attention reads")
+        scratch_pages = 0
+    if get_memory().disable_radix_cache and chunk_pages > limits.num_device_pages - limits.hot_pages - 1:
+        # SGLang then cuts prompts by itself, and asks nobody how long a chunk may be.
+        scratch_pages = 0
+    return PrefillRule(
+        num_device_pages=limits.num_device_pages,
+        hot_pages=limits.hot_pages,
+        smallest_pages=limits.smallest_pages,
+        scratch_pages=scratch_pages,
+        chunk_pages=chunk_pages,
+        short_extend_tokens=settings.resolved().stream_extend_tokens,
     )
 
 
@@ -133,15 +174,17 @@ def make_plan(configurator: KVCacheConfigurator, device_bytes: int, resolved: Re
     shape = kv_shape(configurator)
     # SGLang counts slots from the tokens it gets later; they cannot be more than for a pool of KV rows alone.
     num_slots = configurator.resolve_max_num_reqs(device_bytes // shape.kv_token_bytes) + 1
+    context_tokens = configurator.model_config.context_len
     return decide_plan(
         shape,
-        hot_shape(num_slots, shape.num_leaders, resolved, longest_pages(configurator.model_config.context_len, shape)),
+        hot_shape(num_slots, shape.num_leaders, resolved, longest_pages(context_tokens, shape)),
         device_bytes=device_bytes,
         host_bytes=host_bytes_per_rank(),
         ranks=ranks_per_host(),
         ratio=resolved.host_to_device_ratio,
         host_pool_bytes=resolved.host_pool_bytes,
         max_device_tokens=get_schedule().max_total_tokens,
+        scratch_tokens=scratch_tokens(shape, device_bytes, context_tokens, resolved.prefill_scratch_tokens),
     )
 
 
@@ -166,8 +209,9 @@ def around_profile_available_bytes(
     device_bytes = original(self, pre_model_load_memory)
     if not applies_to(self):
         return device_bytes
-    plan = make_plan(self, device_bytes, settings.resolve(self.model_config))
-    _Plan.current = plan
+    resolved = settings.resolve(self.model_config)
+    plan = make_plan(self, device_bytes, resolved)
+    _Plan.current, _Plan.settings = plan, resolved
     settings.fix_ratio(plan.ratio)
     if plan.host_bound:
         logger.warning(

@@ -13,14 +13,15 @@ from dataclasses import dataclass, replace
 
 from sglang_hisparse.capacity import (
     MOST_SLOTS,
+    PrefillRule,
     decide_plan,
     decoding_pages,
     host_share_bytes,
     hot_shape,
     longest_pages,
     longest_request_tokens,
-    prefill_pages,
     request_slots,
+    scratch_tokens,
 )
 from sglang_hisparse.config import GIB, HiSparseConfig
 from sglang_hisparse.errors import ConfigError
@@ -32,6 +33,9 @@ HOST_RESERVE_BYTES = 10 * GIB
 
 LINK_GBPS = {CacheType.BF16: 47.0, CacheType.FP8: 43.0}
 """Scattered rows read from pinned memory by a kernel, measured on one H200 (PCIe Gen5 x16, 55 GB/s for a large copy)."""
+
+CHUNK_TOKENS = 8192
+"""SGLang's own --chunked-prefill-size on GPUs of this size: what a streamed prefill takes at a time."""
 
 HOST_SHARE = 0.95
 """A ratio is chosen for this share of the host memory named: a server refuses to start where a little less is free."""
@@ -213,6 +217,7 @@ def memory_plan(
         ranks=deployment.ranks_per_host,
         ratio=ratio,
         host_pool_bytes=None if cap is None else int(cap * GIB),
+        scratch_tokens=scratch_tokens(shape, cache_bytes, model.context_tokens, None),
     )
 
 
@@ -226,14 +231,24 @@ def fits(memory: MemoryPlan, load: Load, caches: int) -> tuple[Fit, ...]:
     total, prompt = pages_for(load.total_tokens, page), pages_for(load.prompt_tokens, page)
     smallest = least_device_tokens(memory.shape, memory.hot) // page
     device, logical = memory.device_tokens // page, memory.logical_tokens // page
-    decoding, prefill = decoding_pages(total, smallest), prefill_pages(prompt, total, smallest)
+    rule = PrefillRule(
+        num_device_pages=device,
+        hot_pages=memory.hot.lease_pages(page),
+        smallest_pages=smallest,
+        scratch_pages=memory.scratch_tokens // page,
+        chunk_pages=pages_for(CHUNK_TOKENS, page),
+    )
+    decoding = decoding_pages(total, smallest)
+    prefill = rule.decide(prompt, total, extend_tokens=load.prompt_tokens).pages
     slots = memory.hot.num_slots - 1
-    too_long = load.total_tokens > longest_request_tokens(memory.device_tokens, memory.logical_tokens, page)
+    too_long = load.total_tokens > longest_request_tokens(
+        memory.device_tokens, memory.logical_tokens, page, memory.scratch_tokens
+    )
 
     def fit(mode: str, *limits: tuple[int, str]) -> Fit:
         count, bound = min((*limits, (slots, "request slots")), key=lambda limit: limit[0])
         if mode != "plain" and too_long:
-            count, bound = 0, "one request does not fit the GPU's pages while it is prefilled"
+            count, bound = 0, "one request fits neither the GPU's pages nor the scratch while it is prefilled"
         return Fit(mode, count, count * caches, bound)
 
     tokens = (logical // total, "tokens (index-K on the GPU, rows on the host)")
@@ -335,7 +350,7 @@ def make_plan(model: ModelShape, deployment: Deployment, load: Load, choices: Ch
         plain=plain,
         hisparse=tuple(hisparse),
         longest_request_tokens=longest_request_tokens(
-            memory.device_tokens, memory.logical_tokens, memory.shape.page_size
+            memory.device_tokens, memory.logical_tokens, memory.shape.page_size, memory.scratch_tokens
         ),
         shortest_gain_tokens=least_device_tokens(memory.shape, memory.hot) + 1,
         link=tuple(

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from sglang_hisparse import __version__
 from sglang_hisparse.config import GIB, MIB
-from sglang_hisparse.layout import plan_table
+from sglang_hisparse.layout_table import plan_table
 from sglang_hisparse.planning.planner import Planned
 
 _MISSES = {2048: "30 %", 4096: "13.4 %", 8192: "6.7 %"}

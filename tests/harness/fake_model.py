@@ -4,7 +4,7 @@ Owns the model and the attention backend that the harness gives to SGLang's Mode
 `FakeAttentionBackend.init_forward_metadata` and `FakeDsaModel.forward`, as it would with a real model. Per layer the
 model does what a DSA layer does to memory: write the new rows at out_cache_loc through the pool, select positions
 (leaders only), turn them into device rows exactly as SGLang's DSA backend does (plain: req_to_token; HiSparse decode:
-the coordinator; HiSparse extend: the pool's translation) and read those rows. Every byte read is held against
+the coordinator; HiSparse extend: the pool's translation) and read those rows of the buffer that the pool hands out. Every byte read is held against
 `reference`. It must never repair or skip anything: the first wrong row raises `WrongRowError`.
 """
 
@@ -64,6 +64,7 @@ class ReadRecord:
 
     rid: str
     layer_idx: int
+    buffer: np.ndarray
     device_rows: np.ndarray
     expected: np.ndarray
 
@@ -75,6 +76,7 @@ class ReadCounters:
     forwards: int = 0
     rows_written: int = 0
     rows_read_extend: int = 0
+    rows_read_streamed: int = 0  # of them, those of extends that read from a scratch
     rows_read_decode: int = 0
     rows_read_late: int = 0
     index_entries_read: int = 0
@@ -172,8 +174,9 @@ class FakeDsaModel(torch.nn.Module):
         self.counters.rows_written += len(hashes)
 
     def _device_words(self, layer_idx: int) -> np.ndarray:
-        """A layer's device rows as they are now, uint64 [device_rows, row_bytes / 8], without a copy."""
-        buffer = self.runner.token_to_kv_pool.kv_buffer[layer_idx]
+        """What attention of a layer reads, uint64 [device_rows, row_bytes / 8], without a copy: asked for as the DSA backend does,
+        once a layer, after its rows were written."""
+        buffer = self.runner.token_to_kv_pool.get_key_buffer(layer_idx)
         return buffer.view(buffer.shape[0], -1).view(torch.int64).numpy().view(np.uint64)
 
     def _index_entries(self, layer_idx: int) -> torch.Tensor:
@@ -207,13 +210,17 @@ class FakeDsaModel(torch.nn.Module):
         else:
             table = self.runner.attn_backend.forward_metadata.page_table_1
             rows = torch.where(selected < 0, -1, table.gather(1, selected.clamp(min=0).long()))
+        words = self._device_words(layer_idx)
         for span, positions, device_rows in zip(spans, selected, rows, strict=True):
-            self._judge(span, layer_idx, positions, device_rows)
+            self._judge(span, layer_idx, words, positions, device_rows)
             self.counters.rows_read_decode += int((positions >= 0).sum())
 
     def _read_extend(self, layer_idx: int, spans: list[Span]) -> None:
         """Read every position of every request of the batch, through int32 [n, top_k] with -1 in the last row."""
         pool = self.runner.token_to_kv_pool
+        words = self._device_words(layer_idx)
+        stream = getattr(pool, "prefix_stream", None)
+        is_streamed = stream is not None and stream.active
         for span in spans:
             num_rows = -(-span.end // self.top_k)
             positions = torch.full((num_rows * self.top_k,), -1, dtype=torch.int32)
@@ -227,18 +234,29 @@ class FakeDsaModel(torch.nn.Module):
                     raise WrongRowError("the translation changed its input, which follower layers reuse")
             else:
                 rows = logical
-            self._judge(span, layer_idx, positions, rows.reshape(-1))
+            # A streamed extend's layer is overwritten by the second after it; that it is not before, the next reads show.
+            is_kept = not is_streamed or layer_idx >= self.num_layers - 2
+            self._judge(span, layer_idx, words, positions, rows.reshape(-1), is_kept=is_kept)
             self.counters.rows_read_extend += span.end
+            self.counters.rows_read_streamed += span.end * is_streamed
 
     # ------------------------------------------------------------------ judgement
 
-    def _judge(self, span: Span, layer_idx: int, positions: torch.Tensor, device_rows: torch.Tensor) -> None:
+    def _judge(
+        self,
+        span: Span,
+        layer_idx: int,
+        words: np.ndarray,
+        positions: torch.Tensor,
+        device_rows: torch.Tensor,
+        *,
+        is_kept: bool = True,
+    ) -> None:
         selected, given = positions.numpy(), device_rows.numpy()
         valid = selected >= 0
         if (given[~valid] != -1).any():
             raise WrongRowError(f"{span.rid}: layer {layer_idx}: a padding entry got a row number")
         chosen, rows = selected[valid], given[valid].astype(np.int64)
-        words = self._device_words(layer_idx)
         outside = (rows < 0) | (rows >= len(words))
         if outside.any():
             first = int(chosen[outside][0])
@@ -247,14 +265,15 @@ class FakeDsaModel(torch.nn.Module):
                 f"{int(span.logical[first])}) got row {int(rows[outside][0])}; {int(outside.sum())} such entries"
             )
         expected = row_words(span.history.hashes(chosen), layer_idx, words.shape[1] * 8)
-        record = ReadRecord(span.rid, layer_idx, rows, expected)
+        record = ReadRecord(span.rid, layer_idx, words, rows, expected)
         self._compare(record, late=False, span=span, positions=chosen)
-        self._launched_reads.append(record)
+        if is_kept:
+            self._launched_reads.append(record)
 
     def _compare(
         self, record: ReadRecord, *, late: bool, span: Span | None = None, positions: np.ndarray | None = None
     ) -> None:
-        found = self._device_words(record.layer_idx)[record.device_rows]
+        found = record.buffer[record.device_rows]
         if np.array_equal(found, record.expected):
             return
         wrong = (found != record.expected).any(axis=1)

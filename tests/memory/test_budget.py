@@ -13,8 +13,10 @@ from runtime_world import PAGE, Client, Sizes, World, make_world
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 from sglang.srt.managers.utils import validate_input_length
 
+from sglang_hisparse.capacity import PrefillRule
 from sglang_hisparse.hooks import after_get_worker_info
 from sglang_hisparse.memory.budget import HiSparsePrefillBudget
+from sglang_hisparse.memory.extends import Extends
 from sglang_hisparse.residency import (
     DevicePages,
     Owner,
@@ -40,10 +42,13 @@ def waiting(world: World, length: int, *, max_new_tokens: int = 64, ignore_eos: 
     return client
 
 
-def checked(budget: HiSparsePrefillBudget, tokens: int, *, new: int = 64, total: int = PAGE) -> bool:
-    """Whether the budget admits a request of `tokens` tokens that costs `total` in SGLang's own ledger."""
+def checked(
+    budget: HiSparsePrefillBudget, tokens: int, *, new: int = 64, total: int = PAGE, extend: int | None = None
+) -> bool:
+    """Whether the budget admits a request of `tokens` tokens, `extend` of them not cached, that costs `total` in SGLang's own
+    ledger."""
     return budget.check_prefill(
-        extend_input_len=tokens,
+        extend_input_len=tokens if extend is None else extend,
         total_tokens=total,
         max_new_tokens=new,
         input_tokens=tokens,
@@ -153,6 +158,9 @@ SYSTEMS = {
     "equal": Sizes(device_pages=9, ratio=1.0),
     "smallest": Sizes(device_pages=5, ratio=1.0),
     "fractional": Sizes(device_pages=9, ratio=1.5, hot_pages=3),
+    "streamed": Sizes(device_pages=9, ratio=4.0),
+    "streamed on the smallest": Sizes(device_pages=5, ratio=4.0),
+    "streamed in short chunks": Sizes(device_pages=7, ratio=3.0, hot_pages=3),
 }
 
 
@@ -223,10 +231,15 @@ def run_alone(world: World, client: Client, chunk: int | None, steps: int) -> No
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_what_is_accepted_is_admitted(system: str, radix: bool, chunk: int | None, ignore_eos: bool) -> None:
     """Goal: I8 at every border. Method: prompt lengths around each page border up to the limit, short and endless outputs."""
-    with make_world(SYSTEMS[system], radix=radix) as world:
+    streams = system.startswith("streamed")
+    scratch = {"prefill_scratch_tokens": 1 << 20} if streams else {}
+    with make_world(SYSTEMS[system], radix=radix, chunk=chunk, **scratch) as world:
         world.writes_rows = False
         max_req_len, limit = accepted_limits(world)
-        assert 2 * PAGE <= limit < max_req_len <= min(world.allocator.size, world.allocator.device_tokens)
+        device_tokens = world.allocator.device_tokens
+        assert 2 * PAGE <= limit < max_req_len <= world.allocator.size
+        assert (max_req_len > device_tokens) == (streams and world.runtime.extends.rule.longest_streamed_pages > 0)
+        assert not streams or not radix or max_req_len > 2 * device_tokens
         borders = range(PAGE, limit + PAGE, PAGE)
         lengths = sorted({n for b in borders for n in (b - 1, b, b + 1)} | {1, limit - 1, limit})
         for length in [n for n in lengths if n <= limit]:
@@ -246,14 +259,28 @@ def test_what_is_accepted_is_admitted(system: str, radix: bool, chunk: int | Non
 
 
 class Device:
-    """The protocol with the real ledger, without SGLang: requests with nested shared prefixes on a few device pages."""
+    """The protocol with the real ledger, without SGLang: requests with nested shared prefixes on a few device pages.
 
-    def __init__(self, device_pages: int, hot_pages: int, mode: ResidencyMode = ResidencyMode.HYBRID) -> None:
+    chunk_pages: prefills longer than the device are streamed in chunks of that many pages; 0: none is.
+    """
+
+    def __init__(
+        self, device_pages: int, hot_pages: int, mode: ResidencyMode = ResidencyMode.HYBRID, chunk_pages: int = 0
+    ) -> None:
         limits = ResidencyLimits(4000, device_pages, 40, 200, hot_pages)
         policy, pages = ResidencyPolicy(mode=mode), DevicePages(device_pages)
         self.residency = ResidencyCoordinator(limits, policy, pages, lambda batch: [t.transfer_id for t in batch])
         self.policy = SpillPolicy(self.residency)
         self.limits = limits
+        rule = PrefillRule(
+            num_device_pages=device_pages,
+            hot_pages=hot_pages,
+            smallest_pages=limits.smallest_pages,
+            scratch_pages=150 if chunk_pages else 0,
+            chunk_pages=chunk_pages,
+            short_extend_tokens=3 * PAGE,
+        )
+        self.extends = Extends(self.residency, self.policy.make_room, rule, object() if chunk_pages else None)
         self.lengths: dict[int, int] = {}
         self.finals: dict[int, int] = {}
 
@@ -264,18 +291,25 @@ class Device:
             residency=self.residency,
             available_size=lambda: 1 << 30,
             runtime=SimpleNamespace(
-                committed_device_pages=self.residency.book.committed_pages, refuses=lambda: False, gate=None
+                committed_device_pages=self.residency.book.committed_pages,
+                refuses=lambda: False,
+                gate=None,
+                extends=self.extends,
             ),
         )
-        tree: Any = SimpleNamespace(supports_mamba=lambda: False, evictable_size=lambda: 0)
+        tree: Any = SimpleNamespace(supports_mamba=lambda: False, evictable_size=lambda: 0, prefix_pages=list)
         return HiSparsePrefillBudget(allocator, tree)
 
     def start(self, prefix: list[int], own: int, grows: int) -> list[int] | None:
         """Admit, hold, make room, promote, allocate, prefill. None: the budget refused."""
         prompt, final = len(prefix) + own, len(prefix) + own + grows
-        if not checked(self.budget(), prompt * PAGE, new=grows * PAGE):
+        budget = self.budget()
+        budget.consider(prefix)
+        if not checked(budget, prompt * PAGE, new=grows * PAGE, extend=own * PAGE):
             return None
         residency, book, slot = self.residency, self.residency.book, len(self.lengths) + 1
+        if (prefill := self.extends.decide(prefix, prompt * PAGE, final * PAGE)).is_streamed:
+            return self._stream(slot, prefix, own, grows, prefill.chunk_pages)
         book.hold(prefix, +1)
         on_host = [page for page in prefix if book.is_host_only(page)]
         assert self.policy.make_room(len(on_host) + own), "an admitted prefill found no device pages"
@@ -285,6 +319,28 @@ class Device:
         assert residency.append(slot, book.allocate(own))
         self.lengths[slot], self.finals[slot] = prompt, final
         self._launch([slot])
+        return book.pages(slot).tolist()
+
+    def _stream(self, slot: int, prefix: list[int], own: int, grows: int, chunk_pages: int) -> list[int]:
+        """Prefill chunk by chunk; the others decode in between."""
+        residency, book, hot = self.residency, self.residency.book, self.limits.hot_pages
+        final = len(prefix) + own + grows
+        for done in range(0, own, chunk_pages):
+            count = min(chunk_pages, own - done)
+            needed = count + (hot if done == 0 else 0)
+            assert self.policy.make_room(needed), "a chunk of an admitted prefill found no device pages"
+            if done == 0:
+                residency.attach(slot, prefix, prompt_pages=hot + chunk_pages, final_pages=final, streamed=True)
+            assert residency.append(slot, book.allocate(count))
+            length = len(prefix) + done + count
+            self.policy.tick()
+            residency.take_plan()
+            residency.check_step([slot])
+            residency.plan_stream([slot])
+            residency.note_launch([slot], [length * PAGE], [done + count == own])
+            check(residency)
+            self.grow()
+        self.lengths[slot], self.finals[slot] = len(prefix) + own, final
         return book.pages(slot).tolist()
 
     def grow(self) -> None:
@@ -331,12 +387,19 @@ _FAMILY = st.tuples(st.integers(0, 24), st.lists(_MEMBER, min_size=1, max_size=6
     root=st.integers(0, 6),
     families=st.lists(_FAMILY, min_size=1, max_size=4),
     mode=st.sampled_from(ResidencyMode),
+    chunk_pages=st.sampled_from((0, 0, 1, 2, 5)),
 )
 def test_the_ledger_keeps_its_promise(
-    device_pages: int, hot_pages: int, root: int, families: list[tuple[int, list[tuple[int, int]]]], mode: ResidencyMode
+    device_pages: int,
+    hot_pages: int,
+    root: int,
+    families: list[tuple[int, list[tuple[int, int]]]],
+    mode: ResidencyMode,
+    chunk_pages: int,
 ) -> None:
-    """Goal: I7, no admitted request is short of device pages. Method: families of requests with nested prefixes, growing."""
-    device = Device(device_pages, hot_pages, mode)
+    """Goal: I7, no admitted request is short of device pages. Method: families of requests with nested prefixes, growing; those
+    longer than the device, and short extends of what is on the host, are streamed."""
+    device = Device(device_pages, hot_pages, mode, chunk_pages)
     if device_pages < device.limits.smallest_pages:
         return
     root_pages: list[int] = []

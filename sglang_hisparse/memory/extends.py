@@ -1,0 +1,177 @@
+"""Extend batches between admission and forward: which prefixes come back to the device, and which are streamed.
+
+Owned by the runtime, which calls it around SGLang's `alloc_for_extend` and around the forward; the prefill budget asks it for
+`decide`, so that admission charges what allocation will do. It allocates no logical page and copies nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from sglang_hisparse.capacity import Prefill, PrefillRule
+from sglang_hisparse.errors import InvariantError
+from sglang_hisparse.residency import PageState, ResidencyCoordinator
+from sglang_hisparse.transfer.prefix_stream import PrefixStream
+
+# SGLang clips the output length that it plans for to this many tokens (schedule_policy.CLIP_MAX_NEW_TOKENS).
+MAX_PLANNED_OUTPUT = 4096
+
+_HOST = int(PageState.HOST)
+
+
+@dataclass(slots=True)
+class _Request:
+    """One request of the extend batch that is being allocated."""
+
+    prefix_pages: list[int]
+    is_new: bool
+    is_streamed: bool
+    seq_len: int
+    prefill_ends: bool
+    prompt_pages: int
+    final_pages: int
+    chunk_pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """The slots of the batch that was allocated last, the lengths that its forward brings them to, whether they decode then."""
+
+    slots: list[int]
+    seq_lens: list[int]
+    prefill_ends: list[bool]
+    is_extend: bool
+
+
+class Extends:
+    """`slots`: request slots of the extend batch that is being allocated, in batch order.
+
+    make_room(n): make n device pages free, False when they cannot be had. stream: None where prefills are never streamed.
+    """
+
+    def __init__(
+        self,
+        residency: ResidencyCoordinator,
+        make_room: Callable[[int], bool],
+        rule: PrefillRule,
+        stream: PrefixStream | None,
+    ) -> None:
+        self.residency, self.rule, self.stream = residency, rule, stream
+        self.page_size = residency.limits.page_size
+        self.slots: list[int] = []
+        self._was_refused = False
+        self._make_room = make_room
+        self._requests: list[_Request] = []
+
+    @property
+    def is_allocating(self) -> bool:
+        """Whether a batch has begun and not ended."""
+        return bool(self._requests)
+
+    # -- admission and allocation -----------------------------------------------------------------------------------
+
+    def decide(
+        self, prefix_pages: Sequence[int], prompt_tokens: int, total_tokens: int, *, num_prefix_pages: int | None = None
+    ) -> Prefill:
+        """How a request is prefilled that finds `prefix_pages` in the cache; changes nothing. num_prefix_pages: how many they
+        are, where which ones does not matter (nothing is streamed)."""
+        page, book = self.page_size, self.residency.book
+        count = len(prefix_pages) if num_prefix_pages is None else num_prefix_pages
+        host_pages = np.count_nonzero(book.state[np.asarray(prefix_pages, dtype=np.int64)] == _HOST)
+        return self.rule.decide(
+            -(-prompt_tokens // page),
+            -(-total_tokens // page),
+            extend_tokens=prompt_tokens - count * page,
+            prefix_pages=count,
+            host_pages=int(host_pages),
+        )
+
+    def begin(self, batch: Any) -> None:
+        """Hold the prefixes that are to be resident, spill, promote; SGLang allocates next (R21)."""
+        self._requests = requests = [self._request(batch, i) for i in range(len(batch.reqs))]
+        book = self.residency.book
+        prefixes = [page for request in requests if not request.is_streamed for page in request.prefix_pages]
+        book.hold(prefixes, +1)
+        on_host = [page for page in dict.fromkeys(prefixes) if book.is_host_only(page)]
+        needed = len(on_host) + sum(-(-request.seq_len // self.page_size) - len(request.prefix_pages) for request in requests)
+        needed += self.rule.hot_pages * sum(request.is_new and request.is_streamed for request in requests)
+        # The admission ledger has promised these pages. Going on without them would read rows that are not there.
+        if not self._make_room(needed):
+            raise InvariantError(f"I7: {needed} device pages were promised to an extend and cannot be freed")
+        if on_host:
+            self.residency.promote(on_host)
+
+    def _request(self, batch: Any, index: int) -> _Request:
+        req, prefix_len = batch.reqs[index], batch.prefix_lens[index]
+        seq_len, total = prefix_len + batch.extend_lens[index], len(req.full_untruncated_fill_ids)
+        left = min(max(req.sampling_params.max_new_tokens - len(req.output_ids), 0), MAX_PLANNED_OUTPUT)
+        prompt_pages, final_pages = -(-total // self.page_size), -(-(total + left) // self.page_size)
+        if is_new := not req.kv.holds_kv:
+            pages = batch.tree_cache.prefix_pages(req) if prefix_len else []
+            prefill = self.decide(pages, total, total + left)
+            is_streamed, chunk_pages = prefill.is_streamed, prefill.chunk_pages
+        else:
+            slot, chunk_pages = req.kv.req_pool_idx, 0
+            pages, is_streamed = self.residency.book.pages(slot).tolist(), self.residency.book.streams(slot)
+        return _Request(pages, is_new, is_streamed, seq_len, seq_len >= total, prompt_pages, final_pages, chunk_pages)
+
+    def attach(self, slots: Sequence[int]) -> None:
+        """SGLang has given the batch its request slots, in batch order; it allocates tokens next."""
+        self.slots = list(slots)
+        for slot, request in zip(self.slots, self._requests, strict=True):
+            if request.is_new:
+                streamed_pages = self.rule.hot_pages + request.chunk_pages
+                self.residency.attach(
+                    slot,
+                    request.prefix_pages,
+                    prompt_pages=streamed_pages if request.is_streamed else request.prompt_pages,
+                    final_pages=request.final_pages,
+                    streamed=request.is_streamed,
+                )
+            if not request.is_streamed:
+                self.residency.book.hold(request.prefix_pages, -1)
+
+    def end(self) -> Launch:
+        requests, self._requests = self._requests, []
+        return Launch(self.slots, [r.seq_len for r in requests], [r.prefill_ends for r in requests], is_extend=True)
+
+    def continued_chunk(self) -> tuple[int, int] | None:
+        """(pages that the request has which is between two chunks of its prefill, its longest chunk in pages, 0 unless it is
+        streamed); None: there is none."""
+        book = self.residency.book
+        slots = np.flatnonzero(book.prefilling & book.live)
+        if not slots.size:
+            return None
+        slot = int(slots[0])
+        return int(book.num_pages[slot]), int(book.prompt_pages[slot]) - self.rule.hot_pages if book.streams(slot) else 0
+
+    def note_refusal(self) -> None:
+        """A request waits for a batch with more room in the scratch."""
+        self._was_refused = True
+
+    def take_refusal(self) -> bool:
+        """Whether one has been refused for that since this was last asked."""
+        was_refused, self._was_refused = self._was_refused, False
+        return was_refused
+
+    # -- around the forward -----------------------------------------------------------------------------------------
+
+    def before_forward(self, launch: Launch | None) -> None:
+        """After the step's plan was applied: attention reads the scratch where the extend has host-only pages."""
+        if self.stream is None:
+            return
+        self.stream.end()
+        if launch is not None and launch.is_extend and (plan := self.residency.plan_stream(launch.slots)) is not None:
+            self.stream.begin(plan)
+
+    def after_forward(self) -> None:
+        if self.stream is not None:
+            self.stream.finish()
+
+    def counters(self) -> dict[str, int]:
+        """What streaming has cost; empty where nothing is streamed."""
+        return {} if self.stream is None else self.stream.counters()

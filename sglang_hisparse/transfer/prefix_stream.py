@@ -1,0 +1,213 @@
+"""Streamed extends: a prefix that is not all on the device is read from the host tier layer by layer.
+
+A pool page holds a row of every layer, so a prompt longer than the pool cannot be brought back to it. Attention of one layer reads
+one layer: a scratch of two layers' rows takes all pages that an extend reads, host-only ones from pinned memory on a side
+stream, resident ones (the extend's own new rows among them) from the pool, while the layer before is being computed.
+
+    side stream      host pages of layer l+1 -> half (l+1) % 2     behind the attention of layer l-1, which read that half
+    forward stream   wait for layer l's host pages; resident pages of layer l -> half l % 2; attention of layer l
+
+Owned by the runtime, which calls `begin` before the forward and `finish` after it; the pool calls `stage` where attention asks
+for its rows, so in the order of layers and after the layer's new rows were written. It decides nothing, never waits for the
+device and never writes the pool. Host rows that it reads are not rewritten under it (R7): a copy to the host is ordered behind
+the last launched forward, and a launched forward has waited for every copy of its own stream.
+
+On a CPU pool the same code runs without streams, at the earliest moments that the order above allows.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from sglang_hisparse.errors import InvariantError
+from sglang_hisparse.kernels.page_copy import Direction, copy_pages
+from sglang_hisparse.kernels.resolver import apply_table_diff
+from sglang_hisparse.residency.types import StreamPlan
+
+# From the device to the device: enough blocks for the memory's bandwidth. From the host, copy_pages' own default saturates the link.
+RESIDENT_COPY_BLOCKS = 264
+
+
+@dataclass(slots=True)
+class _Extend:
+    """The extend that is being streamed: its page lists, int32 on the device, and the layer that was staged last."""
+
+    host_pages: torch.Tensor
+    host_targets: torch.Tensor
+    device_pages: torch.Tensor
+    resident_targets: torch.Tensor
+    staged: int = -1
+    times: _Times | None = None
+
+
+@dataclass(slots=True)
+class _Times:
+    """Events around one extend, on the forward stream, and around each copy of one layer's host pages, on the side stream."""
+
+    begun: Any
+    ended: Any
+    fetches: list[tuple[Any, Any]] = field(default_factory=list)
+
+
+class PrefixStream:
+    """Scratch and page table of the streamed extend. `table` int32 [logical pages + 1]: logical page -> scratch page, 0: not
+    read by this extend; `scratch` [2, (num_pages + 1) * page_size, 1, dim], page 0 of either half is never written.
+
+    like: one layer's buffer of the pool. host_bases, device_bases: int64 [layers] on its device, addresses of row 0.
+    """
+
+    def __init__(
+        self,
+        *,
+        like: torch.Tensor,
+        host_bases: torch.Tensor,
+        device_bases: torch.Tensor,
+        page_table: torch.Tensor,
+        page_size: int,
+        num_pages: int,
+    ) -> None:
+        self.num_pages = num_pages
+        self.num_layers = int(host_bases.numel())
+        self.scratch = like.new_zeros((2, (num_pages + 1) * page_size, *like.shape[1:]))
+        self.table = torch.zeros_like(page_table)
+        self.page_bytes = self.scratch[0, :page_size].nbytes
+        self._host_bases, self._device_bases = host_bases, device_bases
+        halves = torch.tensor([half.data_ptr() for half in self.scratch], dtype=torch.int64)
+        self._half_bases = halves.to(page_table.device)
+        self._on_gpu = page_table.is_cuda
+        self._extend: _Extend | None = None
+        self._measured: deque[_Times] = deque()
+        self._counts = dict.fromkeys(("extends", "host_bytes", "resident_bytes", "link_us", "forward_us"), 0)
+        if self._on_gpu:
+            self._side = torch.cuda.Stream(device=page_table.device)
+            self._ready = [torch.cuda.Event() for _ in range(2)]  # the half's host pages have arrived
+            self._free = torch.cuda.Event()  # the half's last reader has been launched
+
+    @property
+    def active(self) -> bool:
+        """Whether the extend that runs now reads from the scratch."""
+        return self._extend is not None
+
+    # -- around a forward -------------------------------------------------------------------------------------------
+
+    def begin(self, plan: StreamPlan) -> None:
+        """On the forward stream, after the step's plan was applied: the coming extend reads exactly the pages of `plan`."""
+        if plan.num_pages > self.num_pages:
+            raise InvariantError(
+                f"I7: an extend of {plan.num_pages} pages was admitted for {self.num_pages} pages of scratch"
+            )
+        num_host = len(plan.host_pages)
+        targets = np.arange(1, plan.num_pages + 1)
+        logical = np.concatenate([plan.host_pages, plan.resident_pages])
+        lists = self._to_device(np.concatenate([logical, targets, plan.device_pages]))
+        index, value, device_pages = lists.split([plan.num_pages, plan.num_pages, len(plan.device_pages)])
+        self.table.zero_()
+        apply_table_diff(self.table, index, value)
+        self._extend = _Extend(index[:num_host], value[:num_host], device_pages, value[num_host:])
+        self._counts["extends"] += 1
+        if self._on_gpu:
+            lists.record_stream(self._side)
+            self._extend.times = _Times(_timed_event(), _timed_event())
+            self._extend.times.begun.record()
+        self._let_fetch()
+        for layer in range(min(2, self.num_layers)):
+            self._fetch(layer)
+
+    def finish(self) -> None:
+        """The forward has been launched. Raises InvariantError if its attention did not ask for every layer's rows (I6)."""
+        extend = self._extend
+        if extend is not None and extend.staged != self.num_layers - 1:
+            raise InvariantError(
+                f"I6: attention asked for {extend.staged + 1} of {self.num_layers} layers of a streamed extend"
+            )
+
+    def end(self) -> None:
+        """Before the next forward: attention reads the pool again."""
+        self._extend = None
+
+    # -- inside a forward -------------------------------------------------------------------------------------------
+
+    def note_write(self, layer: int) -> None:
+        """New rows of `layer` (counted from 0 on this rank) are written to the pool; raises InvariantError if too late."""
+        if layer <= self._extend.staged:
+            raise InvariantError(f"I6: rows of layer {layer} are written after its attention has asked for them")
+
+    def stage(self, layer: int) -> torch.Tensor:
+        """The half that holds `layer`'s rows for what is launched next on this stream, [(num_pages + 1) * page_size, 1, dim]."""
+        extend, half = self._extend, layer % 2
+        if layer == extend.staged:
+            return self.scratch[half]
+        if layer != extend.staged + 1:
+            raise InvariantError(f"I6: layer {layer} of a streamed extend is read after layer {extend.staged}")
+        if self._on_gpu and len(extend.host_pages):
+            torch.cuda.current_stream().wait_event(self._ready[half])
+        if 0 < layer < self.num_layers - 1:
+            self._let_fetch()
+            self._fetch(layer + 1)
+        self._copy(layer, self._device_bases, extend.device_pages, extend.resident_targets, RESIDENT_COPY_BLOCKS)
+        self._counts["resident_bytes"] += len(extend.device_pages) * self.page_bytes
+        extend.staged = layer
+        if self._on_gpu and layer == self.num_layers - 1:
+            extend.times.ended.record()
+            self._measured.append(extend.times)
+        return self.scratch[half]
+
+    def _let_fetch(self) -> None:
+        """What the side stream does next comes after everything launched so far: the last reader of the half among it."""
+        if self._on_gpu:
+            self._free.record()
+            self._side.wait_event(self._free)
+
+    def _fetch(self, layer: int) -> None:
+        extend = self._extend
+        if not len(extend.host_pages):
+            return
+        self._counts["host_bytes"] += len(extend.host_pages) * self.page_bytes
+        if not self._on_gpu:
+            self._copy(layer, self._host_bases, extend.host_pages, extend.host_targets)
+            return
+        times = _timed_event(), _timed_event()
+        with torch.cuda.stream(self._side):
+            times[0].record()
+            self._copy(layer, self._host_bases, extend.host_pages, extend.host_targets)
+            times[1].record()
+            self._ready[layer % 2].record()
+        extend.times.fetches.append(times)
+
+    def _copy(
+        self, layer: int, bases: torch.Tensor, pages: torch.Tensor, targets: torch.Tensor, max_blocks: int = 8
+    ) -> None:
+        half = layer % 2
+        copy_pages(
+            direction=Direction.TO_DEVICE,
+            host_bases=bases[layer : layer + 1],
+            device_bases=self._half_bases[half : half + 1],
+            host_pages=pages,
+            device_pages=targets,
+            page_bytes=self.page_bytes,
+            max_blocks=max_blocks,
+        )
+
+    def _to_device(self, values: np.ndarray) -> torch.Tensor:
+        lists = torch.from_numpy(values.astype(np.int32))
+        return lists.pin_memory().to(self.table.device, non_blocking=True) if self._on_gpu else lists
+
+    # -- what it costs ----------------------------------------------------------------------------------------------
+
+    def counters(self) -> dict[str, int]:
+        """Since start: extends streamed, bytes copied to the scratch from the host and from the pool, microseconds in which
+        the link was busy with them, and from `begin` to the last layer's attention. Times lag until they have passed."""
+        while self._measured and self._measured[0].ended.query():
+            times = self._measured.popleft()
+            self._counts["forward_us"] += int(times.begun.elapsed_time(times.ended) * 1000)
+            self._counts["link_us"] += int(sum(start.elapsed_time(stop) for start, stop in times.fetches) * 1000)
+        return {f"streamed_{name}": count for name, count in self._counts.items()}
+
+
+def _timed_event() -> Any:
+    return torch.cuda.Event(enable_timing=True)
