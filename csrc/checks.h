@@ -66,7 +66,7 @@ inline void check_size(const char* name, int64_t got, int64_t want) {
 inline int64_t row_stride(const TensorView& t) { return t.size(0) > 1 ? t.stride(0) : t.size(1); }
 
 struct ResolveTensors {
-  TensorView top_k, page_rows, seq_lens, req_slots, num_real_rows, page_table, hot_pages, tags, stamps, header, host_bases, device_bases, out;
+  TensorView top_k, page_rows, seq_lens, req_slots, num_real_rows, page_table, hot_pages, tags, stamps, header, host_bases, device_bases, out, table;
   Optional<TensorView> slot_pages, scores;
 };
 
@@ -96,8 +96,23 @@ inline void add_scores(const ResolveTensors& t, const Expected& like, ResolvePar
   p.score_columns = static_cast<int32_t>(scores.size(1));
 }
 
+// Buckets in one half of the slot table: their entries are twice the slots at least.
+inline int32_t home_bits_of(int32_t slot_bits) { return slot_bits < 8 ? 5 : slot_bits - 3; }
+
+inline void add_table(const TensorView& table, const Expected& like, ResolveParams& p) {
+  p.table = reinterpret_cast<uint32_t*>(const_cast<int32_t*>(int32_data(table, like)));
+  p.slot_bits = 1;
+  while ((1 << p.slot_bits) < p.buffer_size) p.slot_bits++;
+  p.home_bits = home_bits_of(p.slot_bits);
+  check_size("table rows", table.size(0), p.num_slots);
+  check_size("table columns", table.size(1), int64_t{16} << p.home_bits);
+  p.table_stride = row_stride(table);
+  TVM_FFI_CHECK(p.table_stride % 8 == 0, ValueError) << "the hot state must come from HotGroupState.allocate: buckets are read whole";
+}
+
 inline ResolveParams make_resolve_params(const ResolveTensors& t, int64_t row_bytes, int64_t host_row_bytes, int64_t page_size,
-                                         int64_t cluster_blocks, int64_t copy_method, bool translated_pages, bool overlap_launch) {
+                                         int64_t cluster_blocks, int64_t copy_method, bool translated_pages, bool overlap_launch,
+                                         bool late_loads) {
   const DLDeviceType device = t.top_k.device().device_type == kDLCUDAHost ? kDLCPU : t.top_k.device().device_type;
   const auto expect = [&](const char* name, int ndim) { return Expected{name, ndim, device, t.top_k.device().device_id}; };
   ResolveParams p{};
@@ -130,8 +145,8 @@ inline ResolveParams make_resolve_params(const ResolveTensors& t, int64_t row_by
   TVM_FFI_CHECK(host_row_bytes >= row_bytes && host_row_bytes % 16 == 0, ValueError)
       << "host_row_bytes must be a multiple of 16 and at least row_bytes, not " << host_row_bytes;
   const int64_t logical_pages = t.page_table.size(0) - 1;
-  TVM_FFI_CHECK(logical_pages >= 0 && ((logical_pages + 1) << p.page_shift) <= INT32_MAX, ValueError)
-      << "page_table covers " << logical_pages << " pages of " << page_size << ": logical ids must fit 31 bits";
+  TVM_FFI_CHECK(logical_pages >= 0 && ((logical_pages + 1) << p.page_shift) <= int64_t{1} << kLogicalIdBits, ValueError)
+      << "page_table covers " << logical_pages << " pages of " << page_size << ": logical ids must fit " << kLogicalIdBits << " bits";
   TVM_FFI_CHECK(t.page_rows.size(0) >= rows, ValueError) << "page_rows has " << t.page_rows.size(0) << " rows, top_k " << rows;
   TVM_FFI_CHECK(t.seq_lens.size(0) >= rows, ValueError) << "seq_lens has " << t.seq_lens.size(0) << " rows, top_k " << rows;
   TVM_FFI_CHECK(t.req_slots.size(0) >= rows, ValueError) << "req_slots has " << t.req_slots.size(0) << " rows, top_k " << rows;
@@ -153,7 +168,7 @@ inline ResolveParams make_resolve_params(const ResolveTensors& t, int64_t row_by
       << "the hot state must come from HotGroupState.allocate: its rows are read as vectors";
   TVM_FFI_CHECK(cluster_blocks == 0 || cluster_blocks == 1 || cluster_blocks == 2 || cluster_blocks == 4 || cluster_blocks == 8, ValueError)
       << "cluster_blocks must be 0 (automatic), 1, 2, 4 or 8, not " << cluster_blocks;
-  TVM_FFI_CHECK(copy_method >= 0 && copy_method <= 2, ValueError) << "unknown copy method " << copy_method;
+  TVM_FFI_CHECK(copy_method == kCopyLoads || copy_method == kCopyNone || copy_method == kCopyLookup, ValueError) << "unknown copy method " << copy_method;
 
   p.top_k_stride = row_stride(t.top_k);
   p.page_rows_stride = row_stride(t.page_rows);
@@ -175,6 +190,8 @@ inline ResolveParams make_resolve_params(const ResolveTensors& t, int64_t row_by
   p.copy_method = static_cast<int32_t>(copy_method);
   p.translated_pages = translated_pages;
   p.overlap_launch = overlap_launch;
+  p.late_loads = late_loads;
+  add_table(t.table, expect("table", 2), p);
   add_scores(t, expect("", 2), p);
   return p;
 }

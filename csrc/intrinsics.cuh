@@ -12,13 +12,16 @@ __device__ __forceinline__ char* block_shared_memory() {
   return shared_memory;
 }
 
-// Relaxed: the barrier only keeps the leader's state writes behind the helpers' state reads, and a helper arrives when
-// the values it has read are already in use.
+// Relaxed: the barriers only keep writes of state behind the other blocks' reads, and a block arrives when the values it has
+// read are already in use.
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 
 // With programmatic dependent launch: returns when the kernel ahead in the stream has ended and its writes are visible.
 __device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// Lets a kernel that was launched to overlap this one start as far as it can without waiting for it.
+__device__ __forceinline__ void launch_next_kernel() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 // Host rows are read once: keep them out of L1. The memory clobber keeps a batch of loads ahead of what follows it.
 __device__ __forceinline__ int4 load_host(const int4* address) {
@@ -34,18 +37,19 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-__device__ __forceinline__ void barrier_init(uint64_t* barrier) {
+// Copies 4 or 8 bytes from global memory without waiting for them; they are there, for this thread, after the wait.
+template <typename T>
+__device__ __forceinline__ void copy_to_shared(T* target, const T* source) {
+  static_assert(sizeof(T) == 4 || sizeof(T) == 8);
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(target)), "l"(source), "n"(sizeof(T)) : "memory");
+}
+__device__ __forceinline__ void wait_for_copies_to_shared() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// Starts a barrier that completes when `bytes` bytes have arrived; visible to the cluster once it has met.
+__device__ __forceinline__ void barrier_expect(uint64_t* barrier, uint32_t bytes) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-
-// Starts one bulk copy global (host) -> shared; `barrier` completes its phase when all bytes have landed.
-__device__ __forceinline__ void bulk_load(void* target, const void* source, uint32_t bytes, uint64_t* barrier) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                   shared_address(target)),
-               "l"(source), "r"(bytes), "r"(shared_address(barrier))
-               : "memory");
 }
 
 __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t phase) {
@@ -57,18 +61,26 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t phase) 
                  : "memory");
 }
 
-__device__ __forceinline__ void bulk_store(void* target, const void* source, uint32_t bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(target), "r"(shared_address(source)), "r"(bytes)
+// Writes 16 bytes to where `target` is in the shared memory of another block of the cluster, and counts them at its barrier.
+__device__ __forceinline__ void send_to_block(const void* target, uint4 value, const uint64_t* barrier, int block) {
+  uint32_t to, counter;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(shared_address(target)), "r"(block));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(counter) : "r"(shared_address(barrier)), "r"(block));
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to), "r"(value.x),
+               "r"(value.y), "r"(value.z), "r"(value.w), "r"(counter)
                : "memory");
-  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// Shared memory may be overwritten again / everything stored is visible.
-__device__ __forceinline__ void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
-__device__ __forceinline__ void bulk_wait_all() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+// Sends for four bytes, which arrive in shared memory without passing through a register; and waits for all of this thread's.
+__device__ __forceinline__ void copy_word_async(uint32_t* target, const uint32_t* source) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(target)), "l"(source) : "memory");
+}
+__device__ __forceinline__ void wait_for_words() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// Orders this thread's earlier plain shared-memory accesses before its later bulk copies (the asynchronous proxy).
-__device__ __forceinline__ void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// A read of what other blocks write during this kernel: it passes the first cache.
+__device__ __forceinline__ int4 load_shared_by_blocks(const int4* address) { return __ldcg(address); }
+
+__device__ __forceinline__ void fence_all_blocks() { __threadfence(); }
 
 }  // namespace hisparse
 

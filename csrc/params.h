@@ -5,8 +5,9 @@
 
 namespace hisparse {
 
-constexpr int kMaxTopK = 2048;        // entries of one row: two per thread of a 1,024-thread block
-constexpr int kMaxBufferSize = 32768;  // slot numbers use 15 bits, the sixteenth marks a miss rank
+constexpr int kMaxTopK = 2048;         // entries of one row
+constexpr int kMaxBufferSize = 32768;  // an entry of the slot table has 15 bits for a slot, the other 17 for what its place leaves open
+constexpr int kLogicalIdBits = 29;
 constexpr int kMaxLayers = 64;
 constexpr int kMaxRequestPages = 65536;  // where slot_pages are kept, which are 16 bits wide
 
@@ -15,6 +16,7 @@ enum HeaderColumn : int {
   kLeaseGeneration = 0,  // written by HotGroupState.reset: a change makes every tag empty
   kStateGeneration = 1,  // lease generation that the tags belong to; written by the resolver
   kClock = 2,            // fetched rows + kClockPerStep per step that looked at the hot buffer, modulo 2^32
+  kFilledSlots = 3,      // slots below it hold a row, as long as the two generations agree; the others are empty
   kResidentEntries = 4,  // top-k entries answered from a resident page
   kHotEntries = 5,       // entries answered from the hot buffer, repeats of a fetched row included
   kFetchedRows = 6,      // distinct rows copied from the host
@@ -38,6 +40,7 @@ struct ResolveParams {
   int32_t* tags;                 // [num_slots, buffer_size] logical id held by a slot, -1 = empty; rows start 16-byte aligned
   uint8_t* stamps;               // [num_slots, buffer_size] stamp of last use; rows start 16-byte aligned
   int32_t* header;               // [num_slots, kHeaderColumns]
+  uint32_t* table;               // [num_slots, 16 << home_bits] logical id -> slot (slot_table.cuh); the CPU library has no use for it
   uint16_t* slot_pages;          // [num_slots, buffer_size] position / page_size of the row a slot holds; null: nobody asks
   const float* scores;           // [score_rows, score_columns] by position, the indexer's own of this step; null: LRU
   const int64_t* host_bases;     // [layers] address of host row 0 of each layer of the group
@@ -48,6 +51,7 @@ struct ResolveParams {
   int64_t hot_pages_stride;
   int64_t tags_stride;
   int64_t stamps_stride;
+  int64_t table_stride;
   int64_t slot_pages_stride;
   int64_t scores_stride;
   int64_t out_stride;
@@ -56,18 +60,20 @@ struct ResolveParams {
   int32_t num_logical_pages, num_slots, num_hot_pages, buffer_size;
   int32_t layers, row_bytes;  // row_bytes is a multiple of 16
   int32_t page_shift;         // page_size == 1 << page_shift
+  int32_t slot_bits, home_bits;  // of slot numbers, and of buckets in one half of the slot table
   int32_t score_rows, score_columns;
   int32_t wide_seq_lens, wide_req_slots;
-  int32_t cluster_blocks;  // blocks that share one row's copies: 1, 2, 4 or 8; 0 lets the launcher choose
+  int32_t cluster_blocks;  // blocks that share one row: 1, 2, 4 or 8; 0 lets the launcher choose
   int32_t copy_method;     // CopyMethod
   int32_t translated_pages;  // page_rows come from translate_pages: device page, or minus a host-only logical page
   int32_t overlap_launch;    // start before the kernel ahead has ended (programmatic dependent launch) and wait for it inside
+  int32_t late_loads;        // no row travels before all misses are ranked: a measurement
 };
 
 enum CopyMethod : int {
-  kCopyLoads = 0,  // plain 16-byte loads, several in flight per thread
-  kCopyBulk = 1,   // bulk asynchronous copies through shared memory
-  kCopyNone = 2,   // no copy at all: a measurement of everything else, wrong bytes
+  kCopyLoads = 0,   // plain 16-byte loads, several in flight per thread
+  kCopyNone = 2,    // no copy at all: a measurement of everything else, wrong bytes
+  kCopyLookup = 3,  // neither copy nor replacement: a measurement of the lookup, misses stay unanswered
 };
 
 enum CopyDirection : int { kToHost = 0, kToDevice = 1 };

@@ -91,7 +91,9 @@ class RowResolver {
   }
 
   void resolve_wanted() {
-    if (header_[kStateGeneration] != header_[kLeaseGeneration]) std::fill(tags_, tags_ + p_.buffer_size, -1);
+    const bool stale = header_[kStateGeneration] != header_[kLeaseGeneration];
+    if (stale) std::fill(tags_, tags_ + p_.buffer_size, -1);
+    const int32_t filled = stale ? 0 : static_cast<int32_t>(header_[kFilledSlots]);
     const uint32_t clock = header_[kClock];
     const uint8_t now = static_cast<uint8_t>(clock / static_cast<uint32_t>(std::max(1, p_.buffer_size / kAgeUnits)));
     Candidates candidates = match_slots(now);
@@ -111,6 +113,7 @@ class RowResolver {
     }
     header_[kStateGeneration] = header_[kLeaseGeneration];
     header_[kClock] = clock + fetched + kClockPerStep;
+    header_[kFilledSlots] = static_cast<uint32_t>(filled + std::min(fetched, p_.buffer_size - filled));
     header_[kHotEntries] += wanted_entries_ - misses;
     header_[kFetchedRows] += fetched;
     errors_ += failed;
@@ -175,7 +178,7 @@ class RowResolver {
   }
 
   void fetch(const Wanted& want, uint8_t now) {
-    for (int32_t layer = 0; layer < p_.layers && p_.copy_method != kCopyNone; layer++) {
+    for (int32_t layer = 0; layer < p_.layers && p_.copy_method == kCopyLoads; layer++) {
       const char* source = reinterpret_cast<const char*>(p_.host_bases[layer]) + want.host_row * p_.host_row_bytes;
       char* target = reinterpret_cast<char*>(p_.device_bases[layer]) + int64_t{device_row(want.slot)} * p_.row_bytes;
       std::memcpy(target, source, p_.row_bytes);
@@ -210,13 +213,13 @@ void require_cpu(const TensorView& t, const char* what) {
 void resolve(TensorView top_k, TensorView page_rows, TensorView seq_lens, TensorView req_slots, TensorView num_real_rows,
              TensorView page_table, TensorView hot_pages, TensorView tags, TensorView stamps, TensorView header, TensorView host_bases,
              TensorView device_bases, TensorView out, int64_t row_bytes, int64_t host_row_bytes, int64_t page_size,
-             int64_t cluster_blocks, int64_t copy_method, bool translated_pages, bool overlap_launch, Optional<TensorView> slot_pages,
-             Optional<TensorView> scores) {
+             int64_t cluster_blocks, int64_t copy_method, bool translated_pages, bool overlap_launch, bool late_loads,
+             TensorView table, Optional<TensorView> slot_pages, Optional<TensorView> scores) {
   require_cpu(top_k, "resolve");
   const ResolveTensors tensors{top_k, page_rows, seq_lens, req_slots, num_real_rows, page_table, hot_pages,
-                               tags,  stamps,    header,   host_bases, device_bases, out,           slot_pages, scores};
+                               tags,  stamps,    header,   host_bases, device_bases, out, table, slot_pages, scores};
   const ResolveParams params = make_resolve_params(tensors, row_bytes, host_row_bytes, page_size, cluster_blocks, copy_method,
-                                                   translated_pages, overlap_launch);
+                                                   translated_pages, overlap_launch, late_loads);
   for (int64_t row = 0; row < params.rows; row++) RowResolver(params, row).run();
 }
 

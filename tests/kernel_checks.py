@@ -12,7 +12,7 @@ from resolver_world import Shape, World
 
 from sglang_hisparse.kernels.build import load_cpu, load_cuda
 from sglang_hisparse.kernels.page_copy import Direction, copy_pages, gather_rows
-from sglang_hisparse.kernels.resolver import CopyMethod, apply_table_diff, audit_rows, read_rows, resolve, write_rows
+from sglang_hisparse.kernels.resolver import apply_table_diff, audit_rows, read_rows, resolve, write_rows
 
 SMALL = [
     Shape(),
@@ -39,12 +39,12 @@ def fetches(shape: Shape) -> list[Shape]:
         replace(
             shape,
             cluster_blocks=blocks,
-            copy_method=method,
+            late_loads=late,
             translated_pages=blocks % 4 == 0,
             overlap_launch=blocks % 3 == 2,
         )
         for blocks in (0, 1, 2, 4, 8)
-        for method in (CopyMethod.LOADS, CopyMethod.BULK)
+        for late in (False, True)
     ]
 
 

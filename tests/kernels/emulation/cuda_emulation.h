@@ -25,6 +25,9 @@
 struct int4 {
   int x, y, z, w;
 };
+struct uint2 {
+  unsigned x, y;
+};
 struct uint4 {
   unsigned x, y, z, w;
 };
@@ -205,12 +208,25 @@ T __shfl_up_sync(unsigned, T value, int distance) {
   return static_cast<T>(emulation::meet_warp(static_cast<uint64_t>(value))[lane >= distance ? lane - distance : lane]);
 }
 template <typename T>
+T __shfl_xor_sync(unsigned, T value, int lanes) {
+  return static_cast<T>(emulation::meet_warp(static_cast<uint64_t>(value))[(threadIdx.x % 32) ^ lanes]);
+}
+template <typename T>
 T __reduce_add_sync(unsigned, T value) {
   T sum = 0;
   for (const uint64_t each : emulation::meet_warp(static_cast<uint64_t>(value))) sum += static_cast<T>(each);
   return sum;
 }
 inline int __popc(unsigned value) { return __builtin_popcount(value); }
+inline unsigned __reduce_min_sync(unsigned, unsigned value) {
+  const auto& all = emulation::meet_warp(value);
+  return static_cast<unsigned>(*std::min_element(all.begin(), all.end()));
+}
+inline unsigned __reduce_max_sync(unsigned, unsigned value) {
+  const auto& all = emulation::meet_warp(value);
+  return static_cast<unsigned>(*std::max_element(all.begin(), all.end()));
+}
+inline int __clz(int value) { return value == 0 ? 32 : __builtin_clz(static_cast<unsigned>(value)); }
 inline int __ffs(int value) { return __builtin_ffs(value); }
 template <typename T>
 T atomicAdd(T* address, T value) {
@@ -219,9 +235,9 @@ T atomicAdd(T* address, T value) {
   return old;
 }
 template <typename T>
-T atomicMin(T* address, T value) {
+T atomicOr(T* address, T value) {
   const T old = *address;
-  *address = std::min(old, value);
+  *address = old | value;
   return old;
 }
 template <typename T>
@@ -264,18 +280,32 @@ inline void cluster_wait() {
   while (emulation::current->cluster->barrier.generation == emulation::current->cluster_generation) emulation::yield();
 }
 inline void wait_for_previous_kernel() {}
+inline void copy_word_async(uint32_t* target, const uint32_t* source) { *target = *source; }
+inline void wait_for_words() {}
 inline int4 load_host(const int4* address) { return *address; }
-inline void barrier_init(uint64_t* barrier) { *barrier = 0; }
-inline void bulk_load(void* target, const void* source, uint32_t bytes, uint64_t* barrier) {
-  std::memcpy(target, source, bytes);
-  ++*barrier;
+inline void launch_next_kernel() {}
+template <typename T>
+void copy_to_shared(T* target, const T* source) {
+  *target = *source;
 }
-inline void barrier_wait(uint64_t* barrier, uint32_t phase) {
-  if ((*barrier & 1) == phase) throw std::runtime_error("waits for a copy that was not started");
+inline void wait_for_copies_to_shared() {}
+inline void barrier_expect(uint64_t* barrier, uint32_t bytes) { *barrier = bytes; }
+inline void barrier_wait(uint64_t* barrier, uint32_t) {
+  while (*barrier != 0) emulation::yield();
 }
-inline void bulk_store(void* target, const void* source, uint32_t bytes) { std::memcpy(target, source, bytes); }
-inline void bulk_wait_read() {}
-inline void bulk_wait_all() {}
-inline void fence_async_shared() {}
+// The same place in the shared memory of another block.
+inline char* in_block(const void* address, int block) {
+  const auto base = [](emulation::Block& of) { return of.shared.data() + (128 - reinterpret_cast<uintptr_t>(of.shared.data()) % 128) % 128; };
+  return base(*emulation::current->cluster->blocks[block]) + (static_cast<const char*>(address) - base(*emulation::current->block));
+}
+inline void send_to_block(const void* target, uint4 value, const uint64_t* barrier, int block) {
+  auto* counter = reinterpret_cast<uint64_t*>(in_block(barrier, block));
+  if (*counter < sizeof value) throw std::runtime_error("more arrives than is expected");
+  std::memcpy(in_block(target, block), &value, sizeof value);
+  *counter -= sizeof value;
+  emulation::current->cluster->progressed = true;
+}
+inline int4 load_shared_by_blocks(const int4* address) { return *address; }
+inline void fence_all_blocks() {}
 
 }  // namespace hisparse

@@ -9,38 +9,35 @@ namespace {
 
 uint64_t launches = 0;  // seeds the order of threads: it differs from call to call, and repeats from run to run
 
-template <int kGroups, int kCopy, int kPasses>
+template <int kBlocks, int kPasses, bool kScores>
 void launch(const ResolveParams& params) {
-  const int blocks = params.cluster_blocks > 0 ? params.cluster_blocks : 1;
-  const int table_bits = table_bits_for(params.k), stages = kCopy == kCopyBulk ? 24 : 0;
-  const size_t shared = resolver_shared_bytes(params.k, params.num_hot_pages, table_bits) + stages * (params.row_bytes + 8);
+  const int table_bits = table_bits_for(params.k);
+  const size_t shared = resolver_shared_bytes(params.buffer_size, params.num_hot_pages);
   for (int row = 0; row < params.rows; row++)
-    emulation::run_cluster(blocks, params.rows, row, kThreads, shared, ++launches,
-                           [&] { resolve_kernel<kGroups, kCopy, kPasses>(params, table_bits, stages); });
+    emulation::run_cluster(kBlocks, params.rows, row, kResolveThreads, shared, ++launches,
+                           [&] { resolve_kernel<kBlocks, kPasses, kScores>(params, table_bits); });
 }
 
-template <int kGroups>
-void launch_method(const ResolveParams& params) {
-  if (params.copy_method == kCopyBulk) return launch<kGroups, kCopyBulk, 0>(params);
-  if (params.copy_method == kCopyNone) return launch<kGroups, kCopyNone, 0>(params);
-  if (params.row_bytes <= 2 * 512) return launch<kGroups, kCopyLoads, 2>(params);
-  if (params.row_bytes <= 3 * 512) return launch<kGroups, kCopyLoads, 3>(params);
-  return launch<kGroups, kCopyLoads, 0>(params);
+template <int kBlocks>
+void launch_row_size(const ResolveParams& params) {
+  if (params.scores != nullptr) return launch<kBlocks, 3, true>(params);
+  if (params.row_bytes <= 2 * 512) return launch<kBlocks, 2, false>(params);
+  return launch<kBlocks, 3, false>(params);
 }
 
 void resolve(TensorView top_k, TensorView page_rows, TensorView seq_lens, TensorView req_slots, TensorView num_real_rows,
              TensorView page_table, TensorView hot_pages, TensorView tags, TensorView stamps, TensorView header, TensorView host_bases,
              TensorView device_bases, TensorView out, int64_t row_bytes, int64_t host_row_bytes, int64_t page_size,
-             int64_t cluster_blocks, int64_t copy_method, bool translated_pages, bool overlap_launch, Optional<TensorView> slot_pages,
-             Optional<TensorView> scores) {
+             int64_t cluster_blocks, int64_t copy_method, bool translated_pages, bool overlap_launch, bool late_loads,
+             TensorView table, Optional<TensorView> slot_pages, Optional<TensorView> scores) {
   const ResolveTensors tensors{top_k, page_rows, seq_lens, req_slots, num_real_rows, page_table, hot_pages,
-                               tags,  stamps,    header,   host_bases, device_bases, out,           slot_pages, scores};
+                               tags,  stamps,    header,   host_bases, device_bases, out, table, slot_pages, scores};
   const ResolveParams params = make_resolve_params(tensors, row_bytes, host_row_bytes, page_size, cluster_blocks, copy_method,
-                                                   translated_pages, overlap_launch);
-  const int groups = (params.buffer_size + 4 * kThreads - 1) / (4 * kThreads);
-  if (groups <= 1) return launch_method<1>(params);
-  if (groups <= 2) return launch_method<2>(params);
-  return launch_method<8>(params);
+                                                   translated_pages, overlap_launch, late_loads);
+  if (params.cluster_blocks <= 1) return launch_row_size<1>(params);
+  if (params.cluster_blocks == 2) return launch_row_size<2>(params);
+  if (params.cluster_blocks == 4) return launch_row_size<4>(params);
+  return launch_row_size<8>(params);
 }
 
 }  // namespace
