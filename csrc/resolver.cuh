@@ -234,7 +234,7 @@ __device__ __forceinline__ void write_header(const ResolveParams& p, const SlotS
 // kPasses x 512 bytes of a row travel at a time. kScores: p.scores are there and choose the victims.
 template <int kBlocks, int kPasses, bool kScores>
 __global__ void __launch_bounds__(kResolveThreads, 2) resolve_kernel(const __grid_constant__ ResolveParams p, const int table_bits) {
-  constexpr int kInFlight = in_flight(kBlocks, kScores);
+  constexpr int kInFlight = in_flight(kBlocks);
   const Shared s = carve(block_shared_memory(), p.buffer_size);
   const int block = static_cast<int>(blockIdx.x);
   const int32_t row = static_cast<int32_t>(blockIdx.y);
