@@ -166,6 +166,7 @@ class HiSparseRuntime:
         self._scheduler, self.tree_cache = scheduler, scheduler.tree_cache
         scheduler.enable_hisparse = False
         self.hot.forget_counts()
+        self.audit.forget_counts()
         first_rank = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
         if current_plan() is not None and first_rank:
             plan = plan_as_built(self.allocator.device_tokens, self.hot.hot_pages.shape[0])
@@ -263,10 +264,12 @@ class HiSparseRuntime:
     def before_forward(self) -> None:
         """On the forward stream, before every forward of the target model, in every mode (R4)."""
         self._note_completed(self.worker.poll())
+        self.audit.before_plan()
         if self.gate is not None:
             self.gate.tick()
         self._tick_policy()
-        self.worker.apply(self.residency.take_plan())
+        plan = self.residency.take_plan()
+        self.worker.apply(plan)
         self.hot.before_forward()
         launch, self._launch = self._launch, None
         if launch is not None:
@@ -274,6 +277,7 @@ class HiSparseRuntime:
         self.extends.before_forward(launch)
         if launch is not None:
             self.residency.note_launch(launch.slots, launch.seq_lens, launch.prefill_ends)
+        self.audit.after_plan(plan)
         self._report()
 
     def after_forward(self) -> None:
@@ -314,8 +318,8 @@ class HiSparseRuntime:
             page_rows = self._model_runner.attn_backend.forward_metadata.real_page_table
             if page_rows.shape[0] < num_rows:
                 raise InvariantError(f"page table of {page_rows.shape[0]} rows for {num_rows} rows of top-k")
-            rows = self.hot.resolve(layer, top_k_result, page_rows, compressed_seq_lens)
-            self.audit.check(layer, rows, top_k_result, page_rows, compressed_seq_lens)
+            rows = self.hot.resolve(layer, top_k_result, page_rows, compressed_seq_lens, req_pool_indices)
+            self.audit.check(layer, rows, top_k_result, page_rows, compressed_seq_lens, req_pool_indices)
         return self.fault.apply(self.hot.rows(num_rows), top_k_result)
 
     # -- the life of a request --------------------------------------------------------------------------------------
@@ -352,6 +356,7 @@ class HiSparseRuntime:
 
     def has_ongoing_staging(self) -> bool:
         """Whether a host copy is under way: the scheduler is not idle then (R29)."""
+        self.audit.while_idle()
         self._report()
         self._note_completed(self.worker.poll())
         return self.worker.in_flight or self.residency.has_transfers

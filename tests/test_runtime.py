@@ -306,7 +306,8 @@ def test_the_audit_finds_a_wrong_hot_row(monkeypatch: pytest.MonkeyPatch) -> Non
             world.pool.layer_rows(layer)[row, 100] ^= 1
             before = audited(world)[1]
             world.resolve([client], top_k, 0)
-            assert audited(world)[1] - before == 1, layer
+            # By the comparison with its home, and where the row is among the sampled ones by its checksum too.
+            assert 1 <= audited(world)[1] - before <= 2, layer
             world.pool.layer_rows(layer)[row, 100] ^= 1
 
 

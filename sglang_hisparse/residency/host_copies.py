@@ -7,7 +7,7 @@ page; ranks see it at different times, so no decision looks at it). It copies no
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 
 from sglang_hisparse.errors import InvariantError
@@ -40,6 +40,7 @@ class HostCopies:
         self._transfers: dict[int, int] = {}  # id -> logical page, until completed
         self._completed_early: dict[int, int] = {}  # id -> logical page, completed and not yet acknowledged as enqueued
         self._in_flight: dict[int, int] = {}  # logical page -> host writes not completed (R7)
+        self._erasing: Counter[int] = Counter()  # logical page -> times that the audit still overwrites its host rows (R7)
         self._dirty: dict[int, None] = {}  # DIRTY pages in the order of sealing
         self._enqueued_at: deque[tuple[int, int]] = deque()  # (step, newest id enqueued in it), not yet waited for
         self.failures_in_row = 0  # rounds of copies that failed since one did not
@@ -162,7 +163,15 @@ class HostCopies:
 
     def is_landing_target(self, page: int) -> bool:
         """False while a host write of an earlier owner may still land in the page's host rows (R7)."""
-        return not self._in_flight.get(page)
+        return not self._in_flight.get(page) and page not in self._erasing
+
+    def begin_erasing(self, pages: Iterable[int]) -> None:
+        """The host rows of these freed pages will be overwritten: nothing may land in them before (the audit's poison)."""
+        self._erasing.update(pages)
+
+    def end_erasing(self, pages: Iterable[int]) -> None:
+        """They have been, once for each page given."""
+        self._erasing -= Counter(pages)
 
     def _overdue_transfer(self) -> int:
         """The newest copy that the coming forward must wait for although nothing depends on it; 0: none.
