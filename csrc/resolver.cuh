@@ -13,8 +13,8 @@
 #pragma once
 #include "exchange.cuh"
 #include "fetch.cuh"
+#include "scores.cuh"
 #include "slot_table.cuh"
-#include "victims.cuh"
 
 namespace hisparse {
 
@@ -292,11 +292,15 @@ __global__ void __launch_bounds__(kResolveThreads, 2) resolve_kernel(const __gri
     if (writes_header) write_header(p, state, s, 0);
     return;
   }
+  if constexpr (kScores) request_scores(p, row, state, s);
   const uint32_t ranked = rank_misses<kBlocks, kInFlight>(p, s);
   const int misses = static_cast<int>(ranked & 0xffffu), misses_left = static_cast<int>(ranked >> 16);
   fetch.load_more(misses, misses_left);
   if (state.stale()) forget_slots<kBlocks>(p, state, block);
-  choose_victims(p, state, static_cast<uint32_t>(misses), s);
+  if constexpr (!kScores)
+    choose_victims(p, state, static_cast<uint32_t>(misses), s);
+  else
+    choose_by_score(p, state, static_cast<uint32_t>(misses), s);
   if constexpr (kBlocks > 1) {  // all blocks have read stamps, or have forgotten the slots
     cluster_arrive();
     cluster_wait();

@@ -43,12 +43,6 @@ class OneRequest:
         return {pages.index(tag // 4) * 4 + tag % 4 for tag in self.world.state.tags[0].tolist() if tag >= 0}
 
 
-@pytest.fixture(params=["cpu"])
-def backend(request: pytest.FixtureRequest) -> str:
-    """The CPU library alone: the kernels do not evict by score yet."""
-    return request.param
-
-
 @pytest.mark.parametrize("shape", BY_SCORE, ids=ids)
 def test_random_lives(backend: str, shape: Shape) -> None:
     """Goal: no mixture of requests and scores breaks a clause. Method: random worlds, every step against the oracle."""
