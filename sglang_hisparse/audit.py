@@ -176,10 +176,12 @@ class RowAudit:
         rows: torch.Tensor,
     ) -> None:
         """Keep the first of `found` [n, c], unless an earlier finding has not been reported yet."""
-        at = found.flatten().to(torch.int8).argmax()
-        what = torch.stack([torch.full_like(at, finding), torch.full_like(at, layer)])
+        at = (
+            found.flatten().to(torch.int8).argmax().view(1)
+        )  # of one element: an index without a dimension is waited for
+        what = [torch.full_like(at, finding), torch.full_like(at, layer)]
         where = [values.expand(found.shape).flatten()[at].long() for values in (slots, positions, pages, rows)]
-        entry = torch.cat([what, torch.stack(where)])
+        entry = torch.cat([*what, *where])
         is_news = found.any() & (self._tally[_FOUND.start] == 0)
         self._tally[_FOUND] = torch.where(is_news, entry, self._tally[_FOUND])
 
