@@ -44,7 +44,7 @@ struct RowMemory {
 struct Shared {
   RowMemory* row;
   uint32_t* used;      // [buffer_size / 32] bit per hot slot that this step reads
-  uint32_t* orders;    // [buffer_size / 4] victim order, one byte a slot
+  uint32_t* orders;    // [skewed_words(buffer_size)] victim order, one byte a slot
   int32_t* hot_pages;  // [num_hot_pages]
 };
 
@@ -56,15 +56,16 @@ inline int table_bits_for(int k) {
 
 __host__ __device__ __forceinline__ int used_words(int buffer_size) { return (buffer_size + 127) / 128 * 4; }
 __host__ __device__ __forceinline__ int order_words(int buffer_size) { return (buffer_size + 15) / 16 * 4; }
+__host__ __device__ __forceinline__ int skewed_words(int buffer_size) { return order_words(buffer_size) + (order_words(buffer_size) / 32 + 4) / 4 * 4; }
 
 inline int64_t resolver_shared_bytes(int buffer_size, int num_hot_pages) {
-  return static_cast<int64_t>(sizeof(RowMemory)) + 4 * (int64_t{used_words(buffer_size)} + order_words(buffer_size) + num_hot_pages);
+  return static_cast<int64_t>(sizeof(RowMemory)) + 4 * (int64_t{used_words(buffer_size)} + skewed_words(buffer_size) + num_hot_pages);
 }
 
 __device__ __forceinline__ Shared carve(char* memory, int buffer_size) {
   auto* used = reinterpret_cast<uint32_t*>(memory + sizeof(RowMemory));
   uint32_t* orders = used + used_words(buffer_size);
-  return {reinterpret_cast<RowMemory*>(memory), used, orders, reinterpret_cast<int32_t*>(orders + order_words(buffer_size))};
+  return {reinterpret_cast<RowMemory*>(memory), used, orders, reinterpret_cast<int32_t*>(orders + skewed_words(buffer_size))};
 }
 
 __device__ __forceinline__ void clear_shared(const Shared& s, int buffer_size, int table_bits) {

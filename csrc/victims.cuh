@@ -80,18 +80,21 @@ __device__ __forceinline__ Threshold victim_threshold(const uint32_t* histogram,
   return {__shfl_sync(kFullMask, order, source), __shfl_sync(kFullMask, below, source)};
 }
 
+// Where a group's orders lie: threads that read neighbouring stretches of them meet in different banks.
+__device__ __forceinline__ int skewed(int group) { return group + (group >> 5); }
+
 // The one place where victims are chosen. Called by all threads of a block, each block of a row coming to the same answer:
 // s.row->victim[0 .. needed) are the slots that leave, by miss rank. s.used is complete; histogram is zero. Ends with a block
 // barrier; reads stamps and what it needs of the slots, writes no global memory.
 // There are always enough: a row's hits and misses are at most k together, and the buffer has k slots at least.
 __device__ __forceinline__ void choose_victims(const ResolveParams& p, const SlotState& state, uint32_t needed, const Shared& s) {
   const int thread = static_cast<int>(threadIdx.x), lane = thread & 31, warp = thread / 32;
-  const int groups = (p.buffer_size + 4 * kResolveThreads - 1) / (4 * kResolveThreads);  // a thread's own, neighbours
+  const int all = (p.buffer_size + 3) / 4, own = (all + kResolveThreads - 1) / kResolveThreads;  // groups of four slots
   const uint32_t now4 = state.now * 0x01010101u;
-#pragma unroll 1
-  for (int g = thread * groups; g < (thread + 1) * groups && 4 * g < p.buffer_size; g++) {
+#pragma unroll 2
+  for (int g = thread; g < all; g += kResolveThreads) {
     const uint32_t orders = orders_of_four(p, state, now4, 4 * g, s);
-    s.orders[g] = orders;
+    s.orders[skewed(g)] = orders;
 #pragma unroll
     for (int b = 0; b < 4; b++) {
       const uint32_t order = (orders >> (8 * b)) & 255u;
@@ -101,12 +104,13 @@ __device__ __forceinline__ void choose_victims(const ResolveParams& p, const Slo
   __syncthreads();
 
   const Threshold threshold = victim_threshold(s.row->histogram, needed);
-  uint32_t counted = 0;  // own slots below the threshold | at it << 16
+  const int first = thread * own, last = min(first + own, all);  // neighbours, so that slots come in order
+  uint32_t counted = 0;                                          // own slots below the threshold | at it << 16
 #pragma unroll 1
-  for (int g = thread * groups; g < (thread + 1) * groups && 4 * g < p.buffer_size; g++)
+  for (int g = first; g < last; g++)
 #pragma unroll
     for (int b = 0; b < 4; b++) {
-      const uint32_t order = (s.orders[g] >> (8 * b)) & 255u;
+      const uint32_t order = (s.orders[skewed(g)] >> (8 * b)) & 255u;
       counted += order < threshold.order ? 1u : order == threshold.order ? 1u << 16 : 0u;
     }
   const uint32_t upto = warp_inclusive_sum(counted);
@@ -116,10 +120,10 @@ __device__ __forceinline__ void choose_victims(const ResolveParams& p, const Slo
   const uint32_t before = sum_of_warps_before(s.row->warp_sums) + upto - counted;
   uint32_t below = before & 0xffffu, at = threshold.below + (before >> 16);
 #pragma unroll 1
-  for (int g = thread * groups; g < (thread + 1) * groups && 4 * g < p.buffer_size && counted; g++)
+  for (int g = first; g < last && counted; g++)
 #pragma unroll
     for (int b = 0; b < 4; b++) {
-      const uint32_t order = (s.orders[g] >> (8 * b)) & 255u;
+      const uint32_t order = (s.orders[skewed(g)] >> (8 * b)) & 255u;
       uint32_t rank = kMaxTopK;
       if (order < threshold.order) rank = below++;
       if (order == threshold.order) rank = at++;
