@@ -23,6 +23,7 @@ SMALL = [
     Shape(k=20, buffer_size=48, page_size=16, max_pages=9, layers=2, row_bytes=656, rows=4, num_slots=4),
     Shape(k=20, buffer_size=48, page_size=16, max_pages=9, layers=1, row_bytes=1152, rows=4, num_slots=4),
     Shape(k=20, buffer_size=32, page_size=16, max_pages=9, layers=1, row_bytes=2624, rows=4, num_slots=4),
+    Shape(k=24, buffer_size=48, page_size=8, row_bytes=656, evicts_by_score=True),
 ]
 SERVING = [
     Shape(k=2048, buffer_size=4096, page_size=64, rows=3, num_slots=3, max_pages=100, layers=1, row_bytes=1152),
@@ -30,6 +31,9 @@ SERVING = [
     Shape(k=2048, buffer_size=2048, page_size=64, rows=2, num_slots=2, max_pages=80, layers=4, row_bytes=656),
     Shape(k=1024, buffer_size=8192, page_size=64, rows=2, num_slots=2, max_pages=150, layers=1, row_bytes=128),
     Shape(k=512, buffer_size=32768, page_size=64, rows=2, num_slots=2, max_pages=600, layers=1, row_bytes=16),
+    Shape(
+        k=2048, buffer_size=4096, page_size=64, rows=2, num_slots=2, max_pages=100, row_bytes=656, evicts_by_score=True
+    ),
 ]
 
 
@@ -135,6 +139,23 @@ class GraphLauncher:
             tensor.copy_(arguments[name])
         self.graph.replay()
         arguments["out"].copy_(self.fixed["out"])
+
+
+def tables(device: str) -> str:
+    """The slot table holds one entry for every held row and no other: rows that leave are taken out. Not for the CPU library."""
+    entries = 0
+    for blocks in (1, 4):
+        world = World(replace(SMALL[0], rows=4, cluster_blocks=blocks), device, 11)
+        for _ in range(12):
+            world.random_step()
+            header, table = world.state.header.cpu(), world.state.table.cpu()
+            for slot in (header[:, 0] == header[:, 1]).nonzero().flatten().tolist():
+                held = world.state.tags[slot].cpu() >= 0
+                slots = table[slot][table[slot] != -1] & (world.shape.buffer_size - 1)
+                assert sorted(slots.tolist()) == held.nonzero().flatten().tolist(), f"slot {slot}: {slots}, tags {held}"
+                entries += len(slots)
+    assert entries, "nothing was held"
+    return f"{entries} entries"
 
 
 def graph_replay(device: str, steps: int = 25) -> str:
@@ -307,6 +328,7 @@ def all_checks(device: str, steps: int, seed: int) -> dict[str, Callable[[], str
         "oracle fuzz": lambda: fuzz(device, steps, seed),
         "serving shapes": lambda: serving_shapes(device),
         "same as CPU library": lambda: same_as_cpu(device),
+        "slot tables": lambda: tables(device),
         "audit": lambda: audits(device),
         "graph replay": lambda: graph_replay(device),
         "no sync": lambda: no_sync(device),

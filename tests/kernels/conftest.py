@@ -31,12 +31,22 @@ def emulated_library() -> Any:
     return SimpleNamespace(resolve=emulated.resolve, translate_pages=build.load_cpu().translate_pages)
 
 
+def _chosen(name: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    if name != "cuda" and not shutil.which("c++"):
+        pytest.skip("no C++ compiler (c++) on PATH")
+    if name == "emulated":
+        monkeypatch.setattr(resolver, "library_of", lambda tensor: emulated_library())
+        return "cpu"
+    return name
+
+
 @pytest.fixture(params=["cpu", "emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Device of the world's tensors; "emulated" replaces the library and works on CPU tensors."""
-    if request.param != "cuda" and not shutil.which("c++"):
-        pytest.skip("no C++ compiler (c++) on PATH")
-    if request.param == "emulated":
-        monkeypatch.setattr(resolver, "library_of", lambda tensor: emulated_library())
-        return "cpu"
-    return request.param
+    return _chosen(request.param, monkeypatch)
+
+
+@pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device_code(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """As `backend`, for what the CPU library does not have."""
+    return _chosen(request.param, monkeypatch)

@@ -103,6 +103,11 @@ def test_reset_forgets_a_slot(backend: str) -> None:
     assert world.state.header[1, 6] == 2 * world.shape.k
 
 
+def test_table_says_what_tags_say(device_code: str) -> None:
+    """Goal: the table neither loses nor keeps a row. Method: random lives of the device code, entries against tags."""
+    assert kernel_checks.tables(device_code)
+
+
 def test_counters_add_up_over_groups() -> None:
     """Goal: totals are exact one call later, past a wrap of the 32-bit counts. Method: known header values."""
     state = HotGroupState.allocate(3, 32, "cpu", num_groups=2)
