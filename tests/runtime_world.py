@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from inspect import unwrap
@@ -112,6 +112,7 @@ class World:
         self.request_pool.free_rows = free_rows_as_hooked
         self._count = 0
         self.writes_rows = True  # off: for tests of counts alone
+        self.attention: Callable[[int], None] | None = None  # called for each layer when its new rows are written
         self.is_broken = False  # a test that plants damage says so, and is not asked for soundness at its end
 
     def _follower_flags(self) -> list[bool]:
@@ -269,6 +270,8 @@ class World:
             words = row_words(hashes, layer, self.pool.row_bytes).view(np.int16)
             rows = self.to_device(torch.from_numpy(words)).view(torch.bfloat16).unsqueeze(1)
             self.pool.set_kv_buffer(SimpleNamespace(layer_id=layer), loc, rows, rows)
+            if self.attention is not None:
+                self.attention(layer)
 
     def top_k_inputs(self, clients: Sequence[Client], positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """(req slots, sequence lengths, top-k) on the device; takes the step's snapshot of logical pages."""

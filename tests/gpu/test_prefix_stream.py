@@ -1,0 +1,139 @@
+"""Goal: a streamed extend reads right rows whichever stream is late. Method: real requests whose prefix lies on the host, on the
+CPU and on CUDA with one stream slowed down; every row of every layer against its token, as attention would find it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from runtime_world import PAGE, Client, Sizes, World, make_world
+
+CHUNK = 4 * PAGE
+SLEEP_CYCLES = 3_000_000  # some two milliseconds: far longer than any copy here
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
+    """24 device pages, six layers, prefills in chunks of four pages, of which up to 90 pages can be streamed."""
+    sizes = Sizes(device_pages=24, ratio=4.0, layers=6, context_pages=90)
+    config: dict[str, Any] = {"prefill_scratch_tokens": 90 * PAGE, "stream_extend_tokens": CHUNK}
+    with make_world(sizes, device=request.param, chunk=CHUNK, **config) as world:
+        yield world
+
+
+class Attention:
+    """What attention of an extend would read, copied by the stream that runs the forward."""
+
+    def __init__(self, world: World, clients: tuple[Client, ...]) -> None:
+        self.world, self.clients = world, clients
+        self.read: list[list[tuple[torch.Tensor, torch.Tensor]]] = []  # [layer][client] device rows, their bytes
+
+    def __call__(self, layer: int) -> None:
+        pool = self.world.pool
+        buffer = pool.get_key_buffer(layer)
+        rows_of_layer = buffer.view(torch.uint8).view(buffer.shape[0], -1)
+        reads = []
+        for client in self.clients:
+            ids = self.world.request_pool.req_to_token[client.slot, : client.req.extend_end].to(torch.int32)
+            rows = pool.translate_loc_to_hisparse_device(ids.view(1, -1)).view(-1)
+            reads.append((rows, rows_of_layer[rows.long().clamp(min=0)].clone()))
+        self.read.append(reads)
+
+    def num_wrong(self) -> int:
+        """Wrong or missing rows over all layers and requests (waits for the device)."""
+        wrong = 0
+        for layer, reads in enumerate(self.read):
+            for client, (rows, found) in zip(self.clients, reads, strict=True):
+                expected = self.world.expected(client, np.arange(len(rows)), layer)
+                wrong += int((found.cpu().numpy().view(np.uint64) != expected).any(axis=1).sum()) + int((rows < 0).sum())
+        return wrong
+
+
+def extend(world: World, *clients: Client, tokens: int | None = None) -> Attention:
+    """One prefill step with its attention; the tree takes the full pages afterwards."""
+    world.attention = attention = Attention(world, clients)
+    world.extend(*clients, tokens=tokens)
+    world.attention = None
+    world.runtime.after_forward()
+    world.publish(*clients)
+    return attention
+
+
+def sleep_on(stream: Any) -> None:
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(SLEEP_CYCLES)
+
+
+def slow_down(world: World, which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every operation that the named stream gets begins late; on the CPU there are no streams."""
+    if world.device == "cpu" or which == "none":
+        return
+    stream, worker = world.runtime.extends.stream, world.runtime.worker
+    holder, name, late = {
+        "side": (stream, "_fetch", stream._side),
+        "copy": (worker, "_enqueue", worker._copy_stream),
+        "forward": (world.pool, "get_key_buffer", torch.cuda.current_stream()),
+    }[which]
+    original: Callable[..., Any] = getattr(holder, name)
+
+    def slowly(*args: Any) -> Any:
+        sleep_on(late)
+        return original(*args)
+
+    monkeypatch.setattr(holder, name, slowly)
+
+
+@pytest.mark.parametrize("late", ["none", "side", "copy", "forward"])
+def test_a_prompt_of_three_pools(world: World, late: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: each chunk reads all chunks before it. Method: 72 pages on a device of 24, then a decode step and a next turn."""
+    slow_down(world, late, monkeypatch)
+    client = world.client(world.prompt(72 * PAGE - 5))
+    attentions = []
+    while not attentions or client.req.prefix_len < len(client.req.origin_input_ids):
+        attentions.append(extend(world, client, tokens=CHUNK))
+    assert [attention.num_wrong() for attention in attentions] == [0] * 18
+    world.decode(client)
+    assert world.wrong_rows(client) == 0
+    world.finish(client)
+    again = world.client(world.prompt(72 * PAGE - 5) + world.prompt(100, seed=7))
+    again.req.init_next_round_input(world.tree)
+    assert again.req.prefix_len == 71 * PAGE
+    assert extend(world, again).num_wrong() == 0
+    counts = world.runtime.counters()
+    assert counts["streamed_extends"] > 10 and counts["pages_promoted"] == 0
+
+
+@pytest.mark.parametrize("late", ["none", "side", "copy"])
+def test_a_batch_of_streamed_and_resident_requests(world: World, late: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: a request without host-only pages reads the scratch beside one with them. Method: a history on the host and a
+    fresh prompt in one batch; resident pages of a third are left alone."""
+    history = world.client(world.prompt(16 * PAGE))
+    extend(world, history)
+    world.finish(history)
+    other = world.start(9 * PAGE, seed=4)
+    assert world.runtime.make_room(13)
+    slow_down(world, late, monkeypatch)
+    again = world.client(world.prompt(16 * PAGE) + world.prompt(130, seed=5))
+    fresh = world.client(world.prompt(3 * PAGE, seed=6))
+    attention = extend(world, again, fresh)
+    assert attention.num_wrong() == 0 and world.runtime.counters()["streamed_extends"] == 1
+    assert world.wrong_rows(other) == world.wrong_rows(fresh) == world.wrong_rows(again) == 0
+
+
+@pytest.mark.gpu
+def test_the_side_stream_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: the slow streams above prove something. Method: the same with the wait for the side stream left out."""
+    sizes = Sizes(device_pages=24, ratio=4.0, layers=6, context_pages=90)
+    with make_world(sizes, device="cuda", chunk=CHUNK, prefill_scratch_tokens=90 * PAGE) as world:
+        slow_down(world, "side", monkeypatch)
+        client = world.client(world.prompt(40 * PAGE))
+        monkeypatch.setattr(torch.cuda.Stream, "wait_event", lambda *args: None)
+        wrong = []
+        while not wrong or client.req.prefix_len < len(client.req.origin_input_ids):
+            wrong.append(extend(world, client, tokens=CHUNK))
+        monkeypatch.undo()
+        assert sum(attention.num_wrong() for attention in wrong) > 0

@@ -1,0 +1,124 @@
+"""Goal: a streamed extend finds every row of its pages in the scratch, and says so when it would not.
+
+Method: the stream on CPU tensors with made-up tables; tests/gpu drives it with real requests on a GPU.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from sglang_hisparse.errors import InvariantError
+from sglang_hisparse.residency.types import StreamPlan
+from sglang_hisparse.transfer.prefix_stream import PrefixStream
+
+LAYERS, PAGE, DIM = 5, 4, 8
+
+
+class Tiers:
+    """Device and host rows of five layers, each row its own number, and a stream of `scratch_pages` over them."""
+
+    def __init__(self, scratch_pages: int = 6, layers: int = LAYERS) -> None:
+        self.device = [self._rows(1000 * layer, 8) for layer in range(layers)]
+        self.host = [self._rows(1000 * layer + 500, 12) for layer in range(layers)]
+        self.stream = PrefixStream(
+            like=self.device[0],
+            host_bases=torch.tensor([rows.data_ptr() for rows in self.host]),
+            device_bases=torch.tensor([rows.data_ptr() for rows in self.device]),
+            page_table=torch.zeros(12, dtype=torch.int32),
+            page_size=PAGE,
+            num_pages=scratch_pages,
+        )
+
+    @staticmethod
+    def _rows(first: int, pages: int) -> torch.Tensor:
+        rows = torch.arange(first, first + pages * PAGE, dtype=torch.float32)
+        return rows[:, None, None].expand(-1, 1, DIM).contiguous()
+
+    def expected(self, plan: StreamPlan, layer: int) -> dict[int, torch.Tensor]:
+        """Rows of each logical page."""
+        found = {int(page): self._page(self.host[layer], int(page)) for page in plan.host_pages}
+        pairs = zip(plan.resident_pages, plan.device_pages, strict=True)
+        return found | {int(page): self._page(self.device[layer], int(device)) for page, device in pairs}
+
+    @staticmethod
+    def _page(rows: torch.Tensor, page: int) -> torch.Tensor:
+        return rows[page * PAGE : (page + 1) * PAGE]
+
+
+def plan_of(host: list[int], resident: dict[int, int]) -> StreamPlan:
+    return StreamPlan(*(np.array(pages, dtype=np.int64) for pages in (host, list(resident), list(resident.values()))))
+
+
+PLANS = [
+    plan_of([7, 2, 11], {3: 5, 9: 1}),
+    plan_of([4], {}),
+    plan_of([], {3: 5}),
+    plan_of([1, 2, 3, 4, 5, 6], {}),
+]
+
+
+def test_every_layer_of_every_page() -> None:
+    """Goal: host-only and resident rows, of all layers, under the table's numbers. Method: several extends, one stream."""
+    tiers = Tiers()
+    for plan in PLANS:
+        tiers.stream.begin(plan)
+        assert tiers.stream.active
+        pages = {*plan.host_pages.tolist(), *plan.resident_pages.tolist()}
+        assert {int(page) for page in tiers.stream.table.nonzero()} == pages
+        for layer in range(LAYERS):
+            rows = tiers.stream.stage(layer)
+            assert rows is not None and torch.equal(rows, tiers.stream.stage(layer)), "asked again, the same"
+            for page, wanted in tiers.expected(plan, layer).items():
+                assert torch.equal(tiers._page(rows, int(tiers.stream.table[page])), wanted), (page, layer)
+            assert not rows[:PAGE].any(), "the pad page stays empty"
+        tiers.stream.finish()
+        tiers.stream.end()
+        assert not tiers.stream.active
+    counts = tiers.stream.counters()
+    assert counts["streamed_extends"] == len(PLANS)
+    page_bytes = PAGE * DIM * 4
+    assert counts["streamed_host_bytes"] == LAYERS * page_bytes * sum(len(plan.host_pages) for plan in PLANS)
+    assert counts["streamed_resident_bytes"] == LAYERS * page_bytes * sum(len(plan.device_pages) for plan in PLANS)
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_few_layers(layers: int) -> None:
+    """Goal: nothing is fetched beyond the last layer. Method: models of one, two and three layers."""
+    tiers = Tiers(layers=layers)
+    tiers.stream.begin(PLANS[0])
+    for layer in range(layers):
+        rows = tiers.stream.stage(layer)
+        for page, wanted in tiers.expected(PLANS[0], layer).items():
+            assert torch.equal(tiers._page(rows, int(tiers.stream.table[page])), wanted)
+    tiers.stream.finish()
+    assert tiers.stream.counters()["streamed_host_bytes"] == layers * 3 * PAGE * DIM * 4
+
+
+def test_new_rows_are_taken_when_attention_asks() -> None:
+    """Goal: rows that the extend itself writes are read. Method: write a layer's page between `begin` and `stage`."""
+    tiers = Tiers()
+    tiers.stream.begin(PLANS[0])
+    for layer in range(LAYERS):
+        tiers.stream.note_write(layer)
+        tiers.device[layer][5 * PAGE : 6 * PAGE] = -1 - layer
+        rows = tiers.stream.stage(layer)
+        assert (tiers._page(rows, int(tiers.stream.table[3])) == -1 - layer).all()
+
+
+def test_misuse_is_an_error_not_a_wrong_row() -> None:
+    """Goal: I6 and I7. Method: too many pages, layers out of order, a late write, attention that did not ask."""
+    tiers = Tiers(scratch_pages=5)
+    with pytest.raises(InvariantError, match="I7: an extend of 6 pages was admitted for 5"):
+        tiers.stream.begin(PLANS[3])
+    tiers.stream.begin(PLANS[0])
+    tiers.stream.stage(0)
+    with pytest.raises(InvariantError, match="I6: layer 2 .* is read after layer 0"):
+        tiers.stream.stage(2)
+    with pytest.raises(InvariantError, match="I6: rows of layer 0 are written after"):
+        tiers.stream.note_write(0)
+    with pytest.raises(InvariantError, match="I6: attention asked for 1 of 5 layers"):
+        tiers.stream.finish()
+    tiers.stream.end()
+    tiers.stream.finish()
