@@ -13,7 +13,9 @@ from resolver_world import Shape, World
 
 from sglang_hisparse.kernels.resolver import CopyMethod, HotGroupState, resolve
 
-BY_SCORE = [replace(shape, evicts_by_score=True) for shape in kernel_checks.SMALL]
+BY_SCORE = [replace(kernel_checks.SMALL[index], evicts_by_score=True) for index in (0, 1, 3, 4)]
+#: The smallest, one of two groups of slots a thread, and the largest buffer.
+SERVING = [replace(kernel_checks.SERVING[index], evicts_by_score=True) for index in (2, 1, 4)]
 ONE = Shape(k=4, buffer_size=8, page_size=4, rows=1, num_slots=1, max_pages=6, evicts_by_score=True)
 
 
@@ -46,8 +48,7 @@ class OneRequest:
 @pytest.mark.parametrize("shape", BY_SCORE, ids=ids)
 def test_random_lives(backend: str, shape: Shape) -> None:
     """Goal: no mixture of requests and scores breaks a clause. Method: random worlds, every step against the oracle."""
-    for seed in range(2):
-        kernel_checks.lives(backend, shape, seed, 8)
+    kernel_checks.lives(backend, shape, 3, 9)
 
 
 @pytest.mark.parametrize(("blocks", "method"), [(2, CopyMethod.LOADS), (4, CopyMethod.LOADS), (8, CopyMethod.LOADS)])
@@ -59,11 +60,11 @@ def test_every_way_to_fetch(backend: str, blocks: int, method: CopyMethod) -> No
         world.decode_step(change=0.4)
 
 
-@pytest.mark.parametrize("shape", kernel_checks.SERVING, ids=ids)
+@pytest.mark.parametrize("shape", SERVING, ids=ids)
 def test_serving_sizes(backend: str, shape: Shape) -> None:
     """Goal: real sizes work, up to the largest buffer. Method: decode steps of which a share changes, all checked."""
-    world = World(replace(shape, rows=1, row_bytes=16, layers=1, evicts_by_score=True), backend, 1)
-    for _ in range(4):
+    world = World(replace(shape, rows=1, row_bytes=16, layers=1), backend, 1)
+    for _ in range(3):
         world.decode_step(change=0.5)
 
 
@@ -111,6 +112,18 @@ def test_pages_are_kept_through_steps_without_scores(backend: str) -> None:
     assert request.held == {4, 5, 6, 7, 8, 9, 10, 11}
     request.step([12, 13, -1, -1], np.where(np.isin(np.arange(24), [6, 9]), -1.0, 1.0))
     assert request.held == {4, 5, 7, 8, 10, 11, 12, 13}
+
+
+@pytest.mark.gpu
+def test_a_captured_call_reads_the_scores_of_its_step() -> None:
+    """Goal: serving replays a graph. Method: scores of a fixed place are overwritten before every replay; the oracle checks."""
+    world = World(replace(BY_SCORE[3], rows=2), "cuda", 4)
+    shape = (2, world.shape.max_pages * world.shape.page_size)
+    world.random_scores = lambda: torch.randn(shape, device="cuda")
+    launcher = kernel_checks.GraphLauncher()
+    launcher.MOVING = (*launcher.MOVING, "scores")
+    for _ in range(25):
+        world.decode_step(change=0.4, launch=launcher)
 
 
 @pytest.mark.parametrize(
