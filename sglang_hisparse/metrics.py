@@ -16,6 +16,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from sglang_hisparse.stats import CopyTimes, FetchedBytes, Sample, gather, shares
+from sglang_hisparse.storage.counters import STORAGE_OUTCOMES
 
 if TYPE_CHECKING:
     from sglang_hisparse.residency.types import PageTransfer
@@ -143,6 +144,29 @@ METRICS: tuple[Metric, ...] = (
         "known what it would cost.",
     ),
     Metric("admission_closed", Kind.GAUGE, "1 while requests wait for that reason, else 0."),
+    # Storage (storage_backend).
+    Metric(
+        "storage_pages_total",
+        Kind.COUNTER,
+        "Pages by what became of them: published to storage, loaded from it, missed there, dropped before they were "
+        "published, or found corrupt (torn, damaged, of another model) and not used.",
+        "outcome",
+        STORAGE_OUTCOMES,
+    ),
+    Metric(
+        "storage_failures_total",
+        Kind.COUNTER,
+        "Calls of the storage backend that failed, and waits for it that were given up.",
+        "kind",
+        ("backend", "wait"),
+    ),
+    Metric(
+        "storage_backlog_pages",
+        Kind.GAUGE,
+        "Pages that wait to be published, and logical pages that are being filled from storage.",
+        "stage",
+        ("publish", "load"),
+    ),
     # The audit (SGLANG_HISPARSE_AUDIT=1).
     Metric(
         "audited_rows_total", Kind.COUNTER, "Hot rows compared with their home on the host; 0 unless the audit is on."

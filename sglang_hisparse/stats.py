@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sglang_hisparse.residency import Owner, PageState, Residency, ResidencyCoordinator
+from sglang_hisparse.storage.counters import STORAGE_OUTCOMES
 
 if TYPE_CHECKING:
     from sglang_hisparse.residency.types import PageTransfer
@@ -164,8 +165,23 @@ def gather(runtime: HiSparseRuntime, fetched: FetchedBytes) -> Sample:
         "admission_closed": {"": counts["admission_closed"]},
         "audited_rows_total": {"": counts["audited_rows"]},
         "audit_mismatches_total": {"": counts["mismatches"]},
+        **_storage(counts, runtime),
         **_pools(runtime),
         **_requests(runtime),
+    }
+
+
+def _storage(counts: Mapping[str, int], runtime: HiSparseRuntime) -> Sample:
+    """What has gone to storage and come from it; zeros where none is configured."""
+    storage = runtime.storage
+    publishing = storage.publisher.backlog if storage is not None and storage.publisher is not None else 0
+    return {
+        "storage_pages_total": {outcome: counts[f"storage_pages_{outcome}"] for outcome in STORAGE_OUTCOMES},
+        "storage_failures_total": {"backend": counts["storage_errors"], "wait": counts["storage_waits_expired"]},
+        "storage_backlog_pages": {
+            "publish": publishing,
+            "load": 0 if storage is None else storage.prefetches.loading_pages,
+        },
     }
 
 
