@@ -122,6 +122,26 @@ def test_what_has_arrived_in_time_is_used(folder: Path) -> None:
         finish(engine)
 
 
+def test_others_run_while_pages_are_loaded(folder: Path) -> None:
+    """Goal: a load stops nobody, and SGLang's count of tokens is right meanwhile. Method: a decode goes on while a read hangs; its busy
+    check runs in every step."""
+    with server(folder) as engine:
+        gate = Gate("batch_get")
+        between(engine).before = gate
+        running = submit(engine, prompt(200, seed=3), 60)
+        engine.step(4)
+        handle = submit(engine, PROMPT)
+        wait_for(engine, gate)
+        assert engine.coordinator.storage.loading_tokens == PAGES * PAGE
+        engine.run_until(lambda: running.finished)
+        assert not handle.output and engine.coordinator.storage.loading_tokens == PAGES * PAGE
+        gate.open()
+        run(engine)
+        assert_outputs([running, handle])
+        assert handle.cached_tokens == PAGES * PAGE
+        finish(engine)
+
+
 @pytest.mark.parametrize("method", ["batch_exists", "batch_get"])
 def test_abort_while_loading(folder: Path, method: str) -> None:
     """Goal: an aborted request leaves nothing behind, and nobody's rows are overwritten. Method: abort while a call hangs; others
