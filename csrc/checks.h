@@ -75,7 +75,7 @@ inline void add_scores(const ResolveTensors& t, const Expected& like, ResolvePar
   if (t.slot_pages.has_value()) {
     const TensorView& pages = t.slot_pages.value();
     check_place(pages, {"slot_pages", 2, like.device, like.device_id});
-    TVM_FFI_CHECK(pages.dtype().code == kDLUInt && pages.dtype().bits == 16, TypeError) << "slot_pages must be uint16";
+    TVM_FFI_CHECK(is_int(pages, 16), TypeError) << "slot_pages must be int16, whose bits are taken as unsigned";
     check_size("slot_pages rows", pages.size(0), p.num_slots);
     check_size("slot_pages columns", pages.size(1), p.buffer_size);
     TVM_FFI_CHECK(row_stride(pages) % 4 == 0, ValueError) << "the hot state must come from HotGroupState.allocate: its rows are read as vectors";

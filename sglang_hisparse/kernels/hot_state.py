@@ -38,7 +38,8 @@ class HotGroup:
     tags: logical id whose row the slot holds, -1 empty. stamps: turnover stamp of the last use. header: columns 0 to 2
     generations and clock, 3 slots that hold a row, 4 to 7 counters (resident entries, hot entries, fetched rows, failed entries; modulo 2**32).
     table int32 [num_slots, table_entries(B)]: logical id -> slot, the resolver's own (csrc/slot_table.cuh).
-    slot_pages uint16 [num_slots, B], or None unless rows are evicted by score: page of the request that a held row is of.
+    slot_pages int16 [num_slots, B], its bits unsigned, or None unless rows are evicted by score: page of the request that a
+    held row is of.
     """
 
     tags: torch.Tensor
@@ -85,7 +86,7 @@ class HotGroupState:
         stamps = torch.zeros(shape, dtype=torch.uint8, device=device)[..., :buffer_size]
         header = torch.zeros((num_groups, num_slots, HEADER_COLUMNS), dtype=torch.int32, device=device)
         table = torch.full((num_groups, num_slots, table_entries(buffer_size)), -1, dtype=torch.int32, device=device)
-        pages = torch.zeros(shape, dtype=torch.uint16, device=device)[..., :buffer_size] if evicts_by_score else None
+        pages = torch.zeros(shape, dtype=torch.int16, device=device)[..., :buffer_size] if evicts_by_score else None
         return cls(tags, stamps, header, table, pages, group_layers)
 
     @staticmethod
