@@ -1,0 +1,273 @@
+"""Two ranks of one server as two processes: SGLang's real Scheduler with --tp-size 2 over gloo, on the CPU.
+
+`test_tensor_parallel` starts this file as a program; it forks the ranks of each life, which write their decisions step by step.
+Every rank has a copy link of its own speed, and in some lives faults of its own. Beside what harness/bootstrap.py bypasses, no
+NCCL communicator is made. It judges nothing but the rows that the fake model reads: comparing the ranks is for the test.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+RANKS = 2
+PAGE = 64
+CONFIG = {"top_k": 128, "device_buffer_size": 256, "host_to_device_ratio": 4}
+CHURN, DRAIN = 140, 140  # steps with new events, and without
+
+
+def decisions(engine: Any) -> dict[str, Any]:
+    """What must be equal on all ranks after a step. Page states are left out: CLEAN says that a rank has seen a copy end."""
+    from sglang_hisparse.residency import PageState
+    from sglang_hisparse.stats import residency_counts
+
+    runtime, scheduler = engine.coordinator, engine.scheduler
+    book = runtime.residency.book
+    tables = (engine.allocator.page_table.numpy(), runtime.hot.hot_pages.numpy(), book.device_page, book.users)
+    on_host = book.state == int(PageState.HOST)
+    figures = None if runtime.gate is None else list(vars_of(runtime.gate.figures))
+    return {
+        "waiting": [req.rid for req in scheduler.waiting_queue],
+        "running": [req.rid for req in scheduler.running_batch.reqs],
+        "tokens": {rid: len(handle.output) for rid, handle in engine.handles.items()},
+        "ended": {rid: handle.finish_reason for rid, handle in engine.handles.items()},
+        "tables": [hashlib.sha1(table.tobytes()).hexdigest()[:12] for table in (*tables, on_host)],
+        "counts": residency_counts(runtime),
+        "cached": int(engine.tree.evictable_size()),
+        "figures": figures,
+    }
+
+
+def vars_of(figures: Any) -> Iterator[float]:
+    """The figures by which all ranks admit."""
+    return (getattr(figures, name) for name in type(figures).__slots__)
+
+
+class Trace:
+    """A file with one line of decisions a step; `told` of the last line says how the life ended."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("w")
+
+    def step(self, engine: Any, count: int = 1) -> None:
+        for _ in range(count):
+            engine.step()
+            self.write(decisions(engine))
+
+    def write(self, line: dict[str, Any]) -> None:
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+
+@contextlib.contextmanager
+def engine_of(rank: int, port: int, config: dict[str, Any], **changes: Any) -> Iterator[Any]:
+    """This rank's engine; blocks until the other rank builds its own."""
+    import sglang.srt.runtime_context as context
+    from harness.engine import make_scheduler
+    from sglang.srt.distributed.device_communicators import pynccl
+
+    real = context.SpawnRanks
+    with (
+        mock.patch.object(context, "SpawnRanks", lambda **kwargs: real(**{**kwargs, "world_rank": rank})),
+        mock.patch.object(pynccl, "PyNcclCommunicator", lambda **kwargs: SimpleNamespace(disabled=True)),
+        mock.patch.dict(os.environ, {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0"] * RANKS)}),
+        make_scheduler(
+            {**CONFIG, **config},
+            tp_size=RANKS,
+            nccl_port=port,
+            disable_custom_all_reduce=True,
+            overlap=True,
+            index_topk_freq=2,
+            link_seed=5 + 7 * rank,
+            **changes,
+        ) as engine,
+    ):
+        yield engine
+
+
+def churn(engine: Any, trace: Trace, *, seed: int, longest: int, steps: int = CHURN) -> None:
+    """Submit, abort, retract, pause and flush by the seed; then run on without events."""
+    rng = np.random.default_rng(seed)
+    prefixes = [rng.integers(10, 1000, int(rng.integers(PAGE, longest // 2))).tolist() for _ in range(3)]
+    for _ in range(steps):
+        event, live = rng.random(), [handle for handle in engine.handles.values() if not handle.finished]
+        if event < 0.25 and len(live) < 10:
+            own = rng.integers(10, 1000, int(rng.integers(1, longest // 2))).tolist()
+            engine.submit(prefixes[int(rng.integers(3))] + own, int(rng.integers(1, 90)))
+        elif event < 0.28 and live:
+            engine.abort(live[int(rng.integers(len(live)))])
+        elif event < 0.30:
+            engine.retract()
+        elif event < 0.31:
+            engine.pause("retract")
+            engine.flush()
+            engine.resume()
+        trace.step(engine)
+    trace.step(engine, DRAIN)
+
+
+# -- lives --------------------------------------------------------------------------------------------------------------
+
+
+def links_of_two_speeds(rank: int, port: int, trace: Trace) -> None:
+    """Nothing differs but when copies are done and observed."""
+    with engine_of(rank, port, {}, device_tokens=24 * PAGE) as engine:
+        assert engine.coordinator.worker.must_succeed
+        engine.link._max_batches = 1 + 2 * rank
+        churn(engine, trace, seed=11, longest=1000)
+
+
+def a_link_that_fails_on_each_rank(rank: int, port: int, trace: Trace) -> None:
+    """Copies fail, are late and come out of order, on each rank others (R30)."""
+    with engine_of(rank, port, {}, device_tokens=24 * PAGE) as engine:
+        _plant_own_faults(engine, rank)
+        churn(engine, trace, seed=12, longest=1000)
+        trace.write({"told": engine.coordinator.faults.fired})
+
+
+def failures_given_back(rank: int, port: int, trace: Trace) -> None:
+    """The same, with what a single rank does: a failed copy is given back. It must be seen to part the ranks."""
+    with engine_of(rank, port, {}, device_tokens=24 * PAGE) as engine:
+        _plant_own_faults(engine, rank)
+        engine.coordinator.worker.must_succeed = False
+        churn(engine, trace, seed=12, longest=1000)
+
+
+def _plant_own_faults(engine: Any, rank: int) -> None:
+    from sglang_hisparse.faults import FaultPlan
+
+    engine.coordinator.plant(FaultPlan.parse(f"copy_fail:0.2,copy_delay:4,copy_reorder:0.5,seed:{rank + 1}"))
+
+
+def a_gate_measured_on_one_rank(rank: int, port: int, trace: Trace, *, shared: bool = True) -> None:
+    """Admission by measured times: a slow link, a clock of its own on each rank, read on the first rank alone.
+
+    shared False: each rank measures for itself, which must be seen to part the ranks.
+    """
+    from sglang_hisparse.admission import AdmissionGate, StepModel
+    from sglang_hisparse.admission_view import HotLink, is_first, pool_of, share_of
+
+    with engine_of(rank, port, {}, device_tokens=24 * PAGE) as engine:
+        runtime = engine.coordinator
+        group = runtime.tp_group
+        random, now = np.random.default_rng(rank), [0.0]
+
+        def clock() -> float:
+            assert is_first(group) or not shared, "a second rank looks at its clock"
+            now[0] += float(random.uniform(0.0005, 0.02 * (1 + 20 * rank)))
+            return now[0]
+
+        model = StepModel(HotLink(runtime, 2e7)) if is_first(group) or not shared else None
+        share = share_of(group) if shared else lambda figures: figures
+        runtime.gate = AdmissionGate(lambda: pool_of(runtime.residency), model, share, clock)
+        churn(engine, trace, seed=13, longest=1400)
+
+
+def a_gate_on_each_rank(rank: int, port: int, trace: Trace) -> None:
+    """See `a_gate_measured_on_one_rank`."""
+    a_gate_measured_on_one_rank(rank, port, trace, shared=False)
+
+
+def storage_of_two_speeds(rank: int, port: int, trace: Trace) -> None:
+    """The first rank publishes; after a flush both load, the second slowly, and start with the same prefix."""
+    folder = Path(os.environ["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"])
+    settings = {"storage_backend": "file", "storage_wait_seconds": 20}
+    # The harness gives each process a checkpoint folder of its own, and a page belongs to a model by name.
+    with engine_of(rank, port, settings, device_tokens=48 * PAGE, served_model_name="two-ranks") as engine:
+        storage, store = engine.coordinator.storage, engine.coordinator.storage.loader._store
+        assert (storage.publisher is not None) == (rank == 0)
+        rng = np.random.default_rng(14)
+        prompts = [rng.integers(10, 1000, 9 * PAGE + 7).tolist() for _ in range(3)]
+        for prompt in prompts:
+            engine.submit(prompt, 5)
+        trace.step(engine, 60)
+        _step_until(engine, group=engine.coordinator.tp_group, holds=lambda: rank or not storage.publisher.backlog)
+        assert len(list(folder.iterdir())) >= 27
+        assert engine.flush()
+        store.get = _slowed(store.get, 0.02 * rank)
+        handles = [engine.submit(prompt, 5) for prompt in prompts]
+        _step_until(engine, engine.coordinator.tp_group, lambda: all(handle.finished for handle in handles))
+        assert all(handle.output == handle.history.output(5) for handle in handles)
+        trace.step(engine)
+        trace.write({"told": {"cached": [handle.cached_tokens for handle in handles], **storage.counters()}})
+
+
+def _slowed(call: Callable[..., Any], seconds: float) -> Callable[..., Any]:
+    import time
+
+    def slow(*args: Any) -> Any:
+        time.sleep(seconds)
+        return call(*args)
+
+    return slow
+
+
+def _step_until(engine: Any, group: Any, holds: Callable[[], bool], most: int = 4000) -> None:
+    """Step both ranks alike until it holds on both: threads work beside the scheduler here, and take their time."""
+    import time
+
+    import torch
+
+    for _ in range(most):
+        value = torch.tensor(int(bool(holds())))
+        torch.distributed.all_reduce(value, op=torch.distributed.ReduceOp.MIN, group=group)
+        if value.item():
+            return
+        engine.step()
+        time.sleep(0.002)
+    raise AssertionError("it never held")
+
+
+LIVES: dict[str, Callable[[int, int, Trace], None]] = {
+    life.__name__: life
+    for life in (
+        links_of_two_speeds,
+        a_link_that_fails_on_each_rank,
+        failures_given_back,
+        a_gate_measured_on_one_rank,
+        a_gate_on_each_rank,
+        storage_of_two_speeds,
+    )
+}
+
+
+def live(name: str, rank: int, port: int, path: Path) -> None:
+    """One rank's life, in a process of its own. What goes wrong is the last line of its trace."""
+    trace = Trace(path)
+    try:
+        LIVES[name](rank, port, trace)
+    except BaseException:  # noqa: BLE001 - the test reads it
+        trace.write({"error": traceback.format_exc()[-3000:]})
+
+
+def main(folder: Path, names: list[str]) -> None:
+    """Fork the ranks of one life after another: what is imported before is imported once."""
+    import harness.engine  # noqa: F401
+    import sglang.srt.managers.scheduler  # noqa: F401
+    from fake_sglang import free_port
+
+    for name in names:
+        port, children = free_port(), []
+        os.environ["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = str(folder / f"{name}.pages")
+        for rank in range(RANKS):
+            if (child := os.fork()) == 0:
+                live(name, rank, port, folder / f"{name}.{rank}")
+                os._exit(0)
+            children.append(child)
+        for child in children:
+            os.waitpid(child, 0)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:] or list(LIVES))

@@ -1,0 +1,112 @@
+"""Goal: ranks of one server take equal decisions. Method: two processes with tensor parallel 2 over gloo, step by step.
+
+Lives and what differs between the ranks in each: tensor_parallel.py, which is run once for all tests of this file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sglang")
+
+from tensor_parallel import LIVES, PAGE, RANKS
+
+FOLDER = Path(__file__).parent
+Lines = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Lines]]:
+    """By life: each rank's decisions, a line a step."""
+    folder = tmp_path_factory.mktemp("ranks")
+    env = dict(os.environ, PYTHONPATH=os.pathsep.join([str(FOLDER.parent), str(FOLDER)]))
+    program = [sys.executable, str(FOLDER / "tensor_parallel.py"), str(folder)]
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(program, stdout=log, stderr=log, env=env, start_new_session=True)
+        try:
+            process.wait(timeout=400)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, 9)
+    return {name: [_read(folder / f"{name}.{rank}") for rank in range(RANKS)] for name in LIVES}
+
+
+def _read(path: Path) -> Lines:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _steps(ranks: list[Lines]) -> list[Lines]:
+    """The steps alone; no rank has failed, and each has made as many."""
+    for lines in ranks:
+        assert lines, "a rank has left no trace"
+        assert "error" not in lines[-1], lines[-1]["error"]
+    steps = [[line for line in lines if "counts" in line] for lines in ranks]
+    assert len(steps[0]) == len(steps[1]) > 50
+    return steps
+
+
+def _first_difference(steps: list[Lines], keys: tuple[str, ...] = ()) -> str | None:
+    """Step and key at which the ranks part; None: they never do."""
+    for number, lines in enumerate(zip(*steps, strict=True)):
+        for key in keys or lines[0]:
+            if any(line[key] != lines[0][key] for line in lines):
+                return f"step {number}: {key}: {[line[key] for line in lines]}"
+    return None
+
+
+def _last_counts(steps: list[Lines]) -> dict[str, int]:
+    return steps[0][-1]["counts"]
+
+
+def test_copy_timing_decides_nothing(traces: dict[str, list[Lines]]) -> None:
+    """Goal: ranks agree whatever their links do (R30). Method: links of two speeds; tables, queues, counts each step."""
+    steps = _steps(traces["links_of_two_speeds"])
+    assert _first_difference(steps) is None
+    counts = _last_counts(steps)
+    assert counts["pages_spilled"] > 20 and counts["pages_promoted"] > 0 and counts["leases_acquired"] > 0
+    assert all(reason is not None for reason in steps[0][-1]["ended"].values())
+
+
+def test_failed_copies_part_no_ranks(traces: dict[str, list[Lines]]) -> None:
+    """Goal: a copy that fails on one rank is made there (R30). Method: other failures on each rank, equal decisions."""
+    ranks = traces["a_link_that_fails_on_each_rank"]
+    steps = _steps(ranks)
+    assert _first_difference(steps) is None
+    fired = [lines[-1]["told"] for lines in ranks]
+    assert fired[0] != fired[1] and all(one["copy_fail"] > 5 and one["copy_delay"] > 5 for one in fired)
+    assert _last_counts(steps)["copies_failed"] == 0
+
+
+def test_failures_given_back_would_part_them(traces: dict[str, list[Lines]]) -> None:
+    """Goal: the test above can fail. Method: the same life with what a single rank does with a failed copy."""
+    assert _first_difference(_steps(traces["failures_given_back"]), ("tables",)) is not None
+
+
+def test_one_rank_measures_for_all(traces: dict[str, list[Lines]]) -> None:
+    """Goal: admission by measured times is equal (R30). Method: clocks that differ, read on the first rank alone."""
+    steps = _steps(traces["a_gate_measured_on_one_rank"])
+    assert _first_difference(steps) is None
+    assert steps[0][-1]["figures"][0] > 0, "nothing was measured"
+    assert _last_counts(steps)["admission_waits"] > 0
+
+
+def test_own_measurements_would_part_them(traces: dict[str, list[Lines]]) -> None:
+    """Goal: the test above can fail. Method: each rank believes its own clock."""
+    assert _first_difference(_steps(traces["a_gate_on_each_rank"]), ("figures",)) is not None
+
+
+def test_storage_gives_all_ranks_the_same_prefix(traces: dict[str, list[Lines]]) -> None:
+    """Goal: a prefetch ends on all ranks in one step. Method: one rank publishes, the other reads slowly."""
+    ranks = traces["storage_of_two_speeds"]
+    assert _first_difference(_steps(ranks)) is None
+    first, second = (lines[-1]["told"] for lines in ranks)
+    assert first["cached"] == second["cached"] == [9 * PAGE] * 3
+    assert first["storage_pages_published"] == 27 and second["storage_pages_published"] == 0
+    assert first["storage_pages_loaded"] == second["storage_pages_loaded"] == 27
