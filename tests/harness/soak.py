@@ -49,6 +49,7 @@ class SoakReport:
     pages_spilled: int = 0
     pages_promoted: int = 0
     copies_failed: int = 0
+    extends_streamed: int = 0
 
 
 def draw_engine(rng: random.Random) -> dict[str, Any]:
@@ -66,7 +67,11 @@ def draw_engine(rng: random.Random) -> dict[str, Any]:
         "chunked_prefill_size": rng.choice((128, 256, 512)),
         "link_seed": rng.choice((None, rng.randrange(1000), rng.randrange(1000))),
         "index_topk_freq": rng.choice((1, 2, 4)),
-        "config": {"mirroring": rng.choice(("eager", "eager", "on_pressure"))},
+        "config": {
+            "mirroring": rng.choice(("eager", "eager", "on_pressure")),
+            "prefill_scratch_tokens": rng.choice((0, 1024, 4096)),
+            "stream_extend_tokens": rng.choice((0, 64, 1024)),
+        },
     }
 
 
@@ -91,8 +96,8 @@ def one_life(seed: int, number: int, report: SoakReport) -> None:
     """One engine from birth to empty pools. Raises whatever is wrong."""
     rng = random.Random(f"{seed}/{number}")
     arguments, faults = draw_engine(rng), rng.choice(FAULTS)
-    longest = min(1000, (arguments["device_pages"] - 3) * 64)
     with engine_for(**arguments) as engine:
+        longest = min(2500, engine.scheduler.max_req_input_len - 64)
         plant(engine, f"{faults},seed:{number}" if faults else "")
         given_up = record_client_aborts(engine)
         handles = random_life(engine, seed=rng.randrange(10**6), num_events=60, max_prompt=longest, max_new=100)
@@ -113,6 +118,7 @@ def one_life(seed: int, number: int, report: SoakReport) -> None:
         report.pages_spilled += counters.pages_spilled
         report.pages_promoted += counters.pages_promoted
         report.copies_failed += counters.copies_failed
+        report.extends_streamed += engine.coordinator.counters().get("streamed_extends", 0)
 
 
 def soak(*, seconds: float, seed: int) -> SoakReport:

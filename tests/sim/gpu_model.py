@@ -1,4 +1,4 @@
-"""The GPU of the simulator: two streams, two memories, one page table, hot buffers; every read is checked.
+"""The GPU of the simulator: three streams, two memories, one page table, hot buffers; every read is checked.
 
 Stands where the transfer worker, the resolver and attention stand. A row holds the token that was written there, so a
 forward knows at once when it reads a row of another position, request or age. The model shares no code with the
@@ -15,7 +15,8 @@ from typing import Any
 
 from sglang_hisparse.errors import InvariantError
 from sglang_hisparse.residency import ResidencyLimits, StepPlan
-from sglang_hisparse.residency.types import PageTransfer
+from sglang_hisparse.residency.types import PageTransfer, StreamPlan
+from sim.side_stream import STREAM_LAYERS, SideStream, StreamedExtend
 
 NOTHING = -1  # content of a row that was never written
 
@@ -61,25 +62,51 @@ class GpuModel:
         self.executed = 0
         self.copied = 0  # id of the last copy that has run; ids on the stream ascend
         self.completed: list[int] = []
-        self.num_reads = {"resident": 0, "hot": 0, "host": 0}
+        self.num_reads = {"resident": 0, "hot": 0, "host": 0, "streamed": 0}
+        self.side = SideStream()
+        self.num_put = self.num_done = 0  # operations of the forward stream: enqueued, run
 
     # -- what the CPU puts on the streams ---------------------------------------------------------------------------
 
     def apply(self, plan: StepPlan) -> None:
-        stream = self.forward_stream
         if plan.wait_transfer_id:
-            stream.append((self._wait, plan.wait_transfer_id))
+            self._put((self._wait, plan.wait_transfer_id))
         if plan.promotions:
-            stream.append((self._promote, plan.promotions))
+            self._put((self._promote, plan.promotions))
         if plan.table:
-            stream.append((self._write_table, plan.table))
+            self._put((self._write_table, plan.table))
         if plan.leases:
-            stream.append((self._write_leases, plan.leases))
+            self._put((self._write_leases, plan.leases))
 
-    def launch(self, items: Sequence[ForwardItem]) -> None:
+    def _put(self, operation: tuple[Any, ...]) -> None:
+        self.forward_stream.append(operation)
+        self.num_put += 1
+
+    def launch(self, items: Sequence[ForwardItem], stream: StreamPlan | None = None) -> None:
+        """`stream`: the forward is an extend whose attention reads the scratch."""
         self.launched += 1
-        self.forward_stream.append((self._write_rows, items))
-        self.forward_stream.append((self._read_rows, items))
+        if stream is not None:
+            self._launch_streamed(items, StreamedExtend(stream))
+            return
+        self._put((self._write_rows, items))
+        self._put((self._read_rows, items))
+
+    def _launch_streamed(self, items: Sequence[ForwardItem], extend: StreamedExtend) -> None:
+        self.fetch(extend, 0)
+        self.fetch(extend, 1)
+        self._put((self._write_rows, items))
+        for layer in range(STREAM_LAYERS):
+            if 0 < layer < STREAM_LAYERS - 1:
+                self.fetch(extend, layer + 1)
+            self._put((self.stage, extend, layer))
+            self._put((self._read_streamed, items, extend, layer))
+
+    def fetch(self, extend: StreamedExtend, layer: int) -> None:
+        """Host pages of a layer, on the side stream, behind what the forward stream has been given so far."""
+        self.side.fetches.append((self.num_put, extend, layer))
+
+    def stage(self, extend: StreamedExtend, layer: int) -> bool:
+        return self.side.stage(self, extend, layer)
 
     def enqueue(self, transfer: PageTransfer) -> None:
         """A host copy, behind the last launched forward."""
@@ -87,7 +114,7 @@ class GpuModel:
 
     def forget_all(self) -> None:
         """Flush: the caller has drained both streams."""
-        self.forward_stream.append((self._forget,))
+        self._put((self._forget,))
 
     # -- execution --------------------------------------------------------------------------------------------------
 
@@ -95,23 +122,25 @@ class GpuModel:
         for _ in range(num_ops):
             if rng.random() < copy_share:
                 self._step_copy()
+            elif self.side.fetches and rng.random() < 0.5:
+                self.side.step(self)
             else:
                 self._step_forward()
 
     def run_until(self, forward: int) -> None:
         """Until that forward has run, with as few copies as it needs."""
         while self.executed < forward:
-            if not self._step_forward() and not self._step_copy():
+            if not self._step_forward() and not self.side.step(self) and not self._step_copy():
                 raise Violation(
                     "liveness",
                     f"forward {self.executed + 1} waits for copy {self.forward_stream[0][1]}, which never runs",
                 )
 
     def drain(self) -> None:
-        while self._step_copy() or self._step_forward():
+        while self._step_copy() or self._step_forward() or self.side.step(self):
             pass
-        if self.forward_stream or self.copy_stream:
-            raise Violation("liveness", "the two streams wait for each other")
+        if self.forward_stream or self.copy_stream or self.side.fetches:
+            raise Violation("liveness", "the streams wait for each other")
 
     def _step_forward(self) -> bool:
         if not self.forward_stream:
@@ -120,6 +149,7 @@ class GpuModel:
         if operation[0](*operation[1:]) is False:
             return False
         self.forward_stream.popleft()
+        self.num_done += 1
         return True
 
     def _step_copy(self) -> bool:
@@ -205,6 +235,24 @@ class GpuModel:
                         f"not {item.tokens[position]} (position {position})",
                     )
         self.executed += 1
+
+    def _read_streamed(self, items: Sequence[ForwardItem], extend: StreamedExtend, layer: int) -> None:
+        size = self.page_size
+        for item in items:
+            for position in item.reads:
+                page = item.pages[position // size]
+                rows = self.side.find(extend, layer, page)
+                self.num_reads["streamed"] += 1
+                if rows is None:
+                    raise Violation("I6", f"slot {item.slot} reads page {page} in layer {layer}, which the scratch does not hold")
+                if rows[position % size] != item.tokens[position]:
+                    raise Violation(
+                        "I6",
+                        f"slot {item.slot} reads token {rows[position % size]} of the scratch for page {page}, "
+                        f"not {item.tokens[position]} (position {position})",
+                    )
+        if layer == STREAM_LAYERS - 1:
+            self.executed += 1
 
     def _resolve(self, slot: int, logical_id: int) -> tuple[str, int]:
         """The row of a host-only page: from the hot buffer, else fetched into it."""

@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from sglang_hisparse.residency import DevicePages, Owner, PageState, ResidencyCoordinator, SpillPolicy, StepPlan
-from sglang_hisparse.residency.types import PageTransfer
-from sim.gpu_model import GpuModel, Violation
+from sglang_hisparse.residency.types import PageTransfer, StreamPlan
+from sim.gpu_model import ForwardItem, GpuModel, Violation
 from sim.ranks import Parts, Ranks
+from sim.side_stream import StreamedExtend
 from sim.simulator import Simulation
 
 
@@ -265,6 +266,72 @@ class SlotKeepsSealBorder(ResidencyCoordinator):
         self.book.sealed[slot] = kept
 
 
+# -- streamed prefills -------------------------------------------------------------------------------------------------
+
+
+class StreamAheadOfTheForward(GpuModel):
+    """The side stream waits for nothing: it reads host rows whose copies have not landed."""
+
+    def fetch(self, extend: StreamedExtend, layer: int) -> None:
+        self.side.fetches.append((0, extend, layer))
+
+
+class ScratchOverwrittenEarly(GpuModel):
+    """Every layer's host pages are fetched behind what preceded the extend, not behind the half's last reader."""
+
+    def _launch_streamed(self, items: Sequence[ForwardItem], extend: StreamedExtend) -> None:
+        self._begun = self.num_put
+        super()._launch_streamed(items, extend)
+
+    def fetch(self, extend: StreamedExtend, layer: int) -> None:
+        self.side.fetches.append((self._begun, extend, layer))
+
+
+class AttentionAheadOfTheStream(GpuModel):
+    """Attention reads the scratch before the layer's host pages have arrived."""
+
+    def stage(self, extend: StreamedExtend, layer: int) -> bool:
+        fetched, extend.fetched = extend.fetched, layer
+        super().stage(extend, layer)
+        extend.fetched = max(fetched, extend.fetched) if fetched >= layer else fetched
+        return True
+
+
+class StreamWithoutResidentPages(ResidencyCoordinator):
+    """The scratch gets the host-only pages alone."""
+
+    def plan_stream(self, slots: Sequence[int]) -> StreamPlan | None:
+        plan = super().plan_stream(slots)
+        return plan and StreamPlan(plan.host_pages, plan.resident_pages[:0], plan.device_pages[:0])
+
+
+class StreamForgetsANeighbour(ResidencyCoordinator):
+    """Only the pages of requests that have host-only ones go to the scratch; attention of all reads it."""
+
+    def plan_stream(self, slots: Sequence[int]) -> StreamPlan | None:
+        return super().plan_stream([slot for slot in slots if self.book.host_pages(slot)])
+
+
+class StreamHoldsAll(ResidencyCoordinator):
+    """A streamed prefill holds its whole prompt, which the device cannot."""
+
+    def note_launch(self, slots: Sequence[int], seq_lens: Sequence[int], prefill_ends: Sequence[bool]) -> None:
+        super().note_launch(slots, seq_lens, prefill_ends)
+        for slot in slots:
+            if self.book.streams(slot):
+                self.book.set_held_from(slot, 0)
+
+
+class StreamWithoutLease(ResidencyCoordinator):
+    """A streamed prefill ends without a hot buffer, and decodes."""
+
+    def note_launch(self, slots: Sequence[int], seq_lens: Sequence[int], prefill_ends: Sequence[bool]) -> None:
+        ended = [slot for slot, ends in zip(slots, prefill_ends, strict=True) if ends and self.book.streams(slot)]
+        super().note_launch(slots, seq_lens, prefill_ends)
+        for slot in ended:
+            self.release_lease(slot)
+
+
 # -- pools, ranks and flush --------------------------------------------------------------------------------------------
 
 
@@ -352,6 +419,13 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation("leases beyond the ledger", "R20", Parts(policy=LeasesBeyondTheLedger)),
     _coordinator("holds leaked", "R19", HoldsLeaked),
     _coordinator("slot keeps its seal border", "R12", SlotKeepsSealBorder),
+    _gpu("stream ahead of the forward", "I6", StreamAheadOfTheForward),
+    _gpu("scratch overwritten early", "I6", ScratchOverwrittenEarly),
+    _gpu("attention ahead of the stream", "I6", AttentionAheadOfTheStream),
+    _coordinator("stream without resident pages", "I6", StreamWithoutResidentPages),
+    _coordinator("stream forgets a neighbour", "I6", StreamForgetsANeighbour),
+    _coordinator("stream holds all", "I7", StreamHoldsAll),
+    _coordinator("stream without a lease", "R19", StreamWithoutLease),
     Mutation("double free accepted", "I2", Parts(device_pages=_TrustingDevicePages, coordinator=DoubleFreeAccepted)),
     _coordinator("promotion leaks a page", "I3", PromotionLeaksPage),
     _coordinator("completion decides", "R30", CompletionDecides),

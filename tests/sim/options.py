@@ -28,6 +28,8 @@ class Options:
     num_families: int
     longest_pages: int
     output_pages: int  # longest output
+    scratch_pages: int  # longest prefill that may be streamed, 0: none
+    short_extend_tokens: int
     ledger: bool  # admission counts what live requests may need at worst; their growth must never be refused then
     p_arrive: float
     p_twin: float  # an equal prompt arrives with it
@@ -51,7 +53,8 @@ class Options:
         device = rng.randint(6, 14)
         hot = rng.randint(1, 2)
         page_size = rng.randint(2, 4)
-        longest = device - hot
+        scratch = rng.randint(device // 2, 3 * device) if rng.random() < 0.5 else 0
+        longest = max(device - hot, scratch)
         p_late, p_unsent = sometimes(0.7), sometimes(0.7)
         low = rng.choice((0.0, 0.1, 0.3, 0.5))
         return cls(
@@ -83,6 +86,8 @@ class Options:
             num_families=rng.randint(1, 3),
             longest_pages=longest,
             output_pages=rng.choice((1, 2, 4)),
+            scratch_pages=scratch,
+            short_extend_tokens=rng.choice((0, 2 * page_size, 6 * page_size)),
             # With copies that are not acknowledged at once nobody can promise pages.
             ledger=not (p_late or p_unsent) and rng.random() < 0.8,
             p_arrive=rng.uniform(0.2, 0.9),

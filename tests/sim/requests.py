@@ -18,6 +18,7 @@ class Request:
     num_known: int
     seq_len: int = 0
     slot: int = 0
+    chunk_pages: int = 0  # its longest chunk, where its prefill is streamed
     pages: list[int] = field(default_factory=list)
     path: list[Node] = field(default_factory=list)  # tree pages that it uses and locks
     epoch: int = 0  # counts lives: results of an earlier one are dropped

@@ -10,11 +10,12 @@ from __future__ import annotations
 import random
 import re
 
+from sglang_hisparse.capacity import PrefillRule
 from sglang_hisparse.errors import InvariantError
 from sglang_hisparse.residency.invariants import check
 from sim.gpu_model import ForwardItem, Violation
 from sim.options import Options
-from sim.radix_model import RadixModel
+from sim.radix_model import Node, RadixModel
 from sim.ranks import Parts, Ranks
 from sim.requests import Batch, Request
 
@@ -35,6 +36,16 @@ class Simulation:
         self.ranks = self.ranks_class(self.options, parts, self.rng, seed)
         self.tree = RadixModel(self.page_size)
         self.free_slots = list(range(self.options.limits.num_slots - 1, 0, -1))
+        limits, options = self.options.limits, self.options
+        self.rule = PrefillRule(
+            num_device_pages=limits.num_device_pages,
+            hot_pages=limits.hot_pages,
+            smallest_pages=limits.smallest_pages,
+            scratch_pages=options.scratch_pages,
+            chunk_pages=-(-options.chunk_tokens // self.page_size),
+            short_extend_tokens=options.short_extend_tokens,
+        )
+        self.batch_pages, self.batch_streams = 0, False  # of the batch that is being put together
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.chunked: Request | None = None
@@ -132,6 +143,7 @@ class Simulation:
     def _next_batch(self) -> Batch | None:
         if self.chunked is not None:
             self._cache(self.chunked, self.chunked.seq_len)
+        self.batch_pages, self.batch_streams = 0, False
         rows: list[tuple[Request, int, int]] = []
         if self.chunked is not None and (row := self._continue_chunk(self.chunked)):
             rows.append(row)
@@ -163,16 +175,23 @@ class Simulation:
         path = self.tree.match(request.tokens, (request.prompt_len - 1) // size) if self.options.radix else []
         prefix = [node.page for node in path]
         start = len(prefix) * size
-        end = min(request.prompt_len, start + self.options.chunk_tokens)
-        num_new = -(-end // size) - len(prefix)
         final, prompt = -(-request.target_len // size), -(-request.prompt_len // size)
         limits, book = self.options.limits, ranks.first.coordinator.book
-        worst = max(prompt + 1, min(final, limits.smallest_pages))
-        if self.options.ledger and book.committed_pages() + worst > limits.num_device_pages:
+        on_host = [page for page in prefix if book.is_host_only(page)]
+        prefill = self.rule.decide(
+            prompt, final, extend_tokens=request.prompt_len - start, prefix_pages=len(prefix), host_pages=len(on_host)
+        )
+        if self.options.ledger and book.committed_pages() + prefill.pages > limits.num_device_pages:
+            return None
+        request.chunk_pages = prefill.chunk_pages
+        end = self._chunk_end(request, start)
+        num_new = -(-end // size) - len(prefix)
+        if not self._fits_scratch(-(-end // size), prefill.is_streamed):
             return None
         RadixModel.lock(path, +1)
+        if prefill.is_streamed:
+            return self._admit_streamed(request, path, (start, end), num_new, final)
         ranks.each(lambda rank: rank.coordinator.book.hold(prefix, +1))
-        on_host = [page for page in prefix if book.is_host_only(page)]
         if not self._make_room(num_new, len(on_host)):
             ranks.each(lambda rank: rank.coordinator.book.hold(prefix, -1))
             RadixModel.lock(path, -1)
@@ -186,10 +205,40 @@ class Simulation:
         self._append(request, num_new)
         return request, start, end
 
+    def _chunk_end(self, request: Request, start: int) -> int:
+        end = min(request.prompt_len, start + self.options.chunk_tokens)
+        return min(end, start + request.chunk_pages * self.page_size) if request.chunk_pages else end
+
+    def _fits_scratch(self, num_pages: int, is_streamed: bool) -> bool:
+        """Whether the batch may read `num_pages` more; they count as taken then."""
+        fits = self.batch_pages + num_pages <= self.options.scratch_pages
+        if not fits and (is_streamed or self.batch_streams):
+            return False
+        self.batch_pages += num_pages
+        self.batch_streams |= is_streamed
+        return True
+
+    def _admit_streamed(
+        self, request: Request, path: list[Node], span: tuple[int, int], num_new: int, final: int
+    ) -> tuple[Request, int, int] | None:
+        """Its prefix stays where it is; it takes a lease and pages for one chunk."""
+        ranks, hot, prefix = self.ranks, self.options.limits.hot_pages, [node.page for node in path]
+        if not self._make_room(num_new, hot):
+            RadixModel.lock(path, -1)
+            return None
+        slot, needed = self.free_slots.pop(), hot + request.chunk_pages
+        ranks.each(
+            lambda rank: rank.coordinator.attach(slot, prefix, prompt_pages=needed, final_pages=final, streamed=True)
+        )
+        request.slot, request.path, request.pages, request.seq_len = slot, path, prefix, span[0]
+        self._append(request, num_new)
+        return request, *span
+
     def _continue_chunk(self, request: Request) -> tuple[Request, int, int] | None:
         start = request.seq_len
-        end = min(request.prompt_len, start + self.options.chunk_tokens)
+        end = self._chunk_end(request, start)
         num_new = -(-end // self.page_size) - len(request.pages)
+        self.batch_pages, self.batch_streams = -(-end // self.page_size), request.chunk_pages > 0
         if not self._make_room(num_new, 0):
             return None
         self._append(request, num_new)
@@ -239,7 +288,7 @@ class Simulation:
         slots, ends = [item.slot for item in items], [item.end for item in items]
         is_last = [end >= request.prompt_len for request, _, end in rows]
         for rank in self.ranks.members:
-            rank.gpu.launch(items)
+            rank.gpu.launch(items, rank.coordinator.plan_stream(slots) if is_prefill else None)
             rank.coordinator.note_launch(slots, ends, is_last)
         for (request, _, end), last in zip(rows, is_last, strict=True):
             request.seq_len = end

@@ -54,7 +54,7 @@ def test_fixed_schedules() -> None:
     totals = run_many(FIXED_SEED, NUM_FIXED)
     for event in (
         "pages_mirrored", "pages_spilled", "pages_promoted", "leases_acquired", "pages_rehomed",
-        "stale_acknowledgements", "refusals", "read resident", "read hot", "read host", "stale",
+        "stale_acknowledgements", "refusals", "read resident", "read hot", "read host", "read streamed", "stale",
         "several ranks", "no overlap", "no radix", "ledger",
     ):  # fmt: skip
         assert totals[event] >= 50, (event, totals[event])
