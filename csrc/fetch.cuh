@@ -6,7 +6,7 @@
 namespace hisparse {
 
 // Pieces that a warp has under way: as registers allow. Where a row has one block, many rows keep the link busy.
-__host__ __device__ constexpr int in_flight(int blocks) { return blocks == 1 ? 1 : 2; }
+__host__ __device__ constexpr int in_flight(int blocks, bool scores) { return blocks == 1 || scores ? 1 : 2; }
 
 constexpr int32_t kNoPiece = -1;
 

@@ -79,29 +79,39 @@ __device__ __forceinline__ void note_sums(const Shared& s, int u, uint32_t misse
   if ((threadIdx.x & 31) == 0) s.row->sums[scanned_entry(u) / 32] = __popc(misses) | (__popc(left) << 16);
 }
 
-// Marks used slots, enters misses where repeats meet, counts. Ends with a block barrier; returns whether anything is missing.
-template <int kBlocks, int kInFlight>
-__device__ __forceinline__ bool scan_words(const ResolveParams& p, int table_bits, const Shared& s) {
-  bool any = false;
+// Whether any entry of the row is missing, and how many were asked of the hot buffer. Ends with a block barrier.
+__device__ __forceinline__ bool anything_missing(const ResolveParams& p, const Shared& s) {
+  bool missing = false;
   int wanted = 0;
-#pragma unroll 2
+#pragma unroll
+  for (int u = 0; u < kScans; u++) {
+    const uint32_t word = scanned_entry(u) < p.k ? s.row->words[scanned_entry(u)] : kNothing;
+    missing |= word < kHit;
+    wanted += word != kNothing;
+  }
+  wanted = __reduce_add_sync(kFullMask, wanted);
+  if ((threadIdx.x & 31) == 0 && wanted) atomicAdd(&s.row->counts.wanted, wanted);
+  return __syncthreads_or(missing) != 0;
+}
+
+// Marks used slots, enters misses where repeats meet, counts misses. Ends with a block barrier.
+template <int kBlocks, int kInFlight>
+__device__ __forceinline__ void scan_words(const ResolveParams& p, int table_bits, const Shared& s) {
+#pragma unroll 1
   for (int u = 0; u < kScans; u++) {
     const int entry = scanned_entry(u);
     const uint32_t word = entry < p.k ? s.row->words[entry] : kNothing;
     const uint32_t missing = __ballot_sync(kFullMask, word < kHit);
-    wanted += __popc(__ballot_sync(kFullMask, word != kNothing));
     note_sums(s, u, missing, __ballot_sync(kFullMask, word < kHit && is_left<kBlocks, kInFlight>(p, u, missing)));
     if (word < kHit) {
       bool repeated;
       s.row->victim[entry] = static_cast<uint16_t>(enter_miss(word, table_bits, s, repeated));
       if (repeated) s.row->counts.duplicates = 1;
-      any = true;
     } else if (word != kNothing) {
       atomicOr(&s.used[(word & ~kHit) >> 5], 1u << (word & 31u));
     }
   }
-  if ((threadIdx.x & 31) == 0 && wanted) atomicAdd(&s.row->counts.wanted, wanted);
-  return __syncthreads_or(any) != 0;
+  __syncthreads();
 }
 
 // Misses | left << 16, in all and ahead of 32 entries at a time: lane i holds it for those that this warp scans as its turn
@@ -234,7 +244,7 @@ __device__ __forceinline__ void write_header(const ResolveParams& p, const SlotS
 // kPasses x 512 bytes of a row travel at a time. kScores: p.scores are there and choose the victims.
 template <int kBlocks, int kPasses, bool kScores>
 __global__ void __launch_bounds__(kResolveThreads, 2) resolve_kernel(const __grid_constant__ ResolveParams p, const int table_bits) {
-  constexpr int kInFlight = in_flight(kBlocks);
+  constexpr int kInFlight = in_flight(kBlocks, kScores);
   const Shared s = carve(block_shared_memory(), p.buffer_size);
   const int block = static_cast<int>(blockIdx.x);
   const int32_t row = static_cast<int32_t>(blockIdx.y);
@@ -250,7 +260,7 @@ __global__ void __launch_bounds__(kResolveThreads, 2) resolve_kernel(const __gri
   const int64_t req_slot = load_index(p.req_slots, row, p.wide_req_slots);
   const bool slot_exists = req_slot >= 0 && req_slot < p.num_slots;
   const int32_t slot = slot_exists ? static_cast<int32_t>(req_slot) : 0;  // the header of slot 0 counts the errors
-  const int64_t seq_len = slot_exists ? load_index(p.seq_lens, row, p.wide_seq_lens) : 0;
+  const int64_t given_len = load_index(p.seq_lens, row, p.wide_seq_lens), seq_len = slot_exists ? given_len : 0;
   if (row >= *p.num_real_rows) {
 #pragma unroll
     for (int u = 0; u < e.kCount; u++) e.row[u] = -1;
@@ -286,12 +296,12 @@ __global__ void __launch_bounds__(kResolveThreads, 2) resolve_kernel(const __gri
   receive_words<kBlocks>(s);
   if (p.copy_method == kCopyLookup) return;
 
-  const bool anything_missing = scan_words<kBlocks, kInFlight>(p, table_bits, s);
   const bool writes_header = block == 0 && threadIdx.x == 0;
-  if (!anything_missing) {
+  if (!anything_missing(p, s)) {
     if (writes_header) write_header(p, state, s, 0);
     return;
   }
+  scan_words<kBlocks, kInFlight>(p, table_bits, s);
   if constexpr (kScores) request_scores(p, row, state, s);
   const uint32_t ranked = rank_misses<kBlocks, kInFlight>(p, s);
   const int misses = static_cast<int>(ranked & 0xffffu), misses_left = static_cast<int>(ranked >> 16);
