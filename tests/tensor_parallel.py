@@ -256,7 +256,9 @@ def main(folder: Path, names: list[str]) -> None:
     import harness.engine  # noqa: F401
     import sglang.srt.managers.scheduler  # noqa: F401
     from fake_sglang import free_port
+    from sglang.srt.models.registry import ModelRegistry
 
+    ModelRegistry.get_supported_archs()
     for name in names:
         port, children = free_port(), []
         os.environ["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = str(folder / f"{name}.pages")
