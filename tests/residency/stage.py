@@ -34,7 +34,7 @@ class Stage:
         auto_ack: bool = True,
         policy: ResidencyPolicy | None = None,
     ) -> None:
-        self.limits = ResidencyLimits(logical, device, slots, device + 2, hot, page_size=page_size, tail_pages=tail)
+        self.limits = ResidencyLimits(logical, device, slots, max(logical, device + 2), hot, page_size=page_size, tail_pages=tail)
         self.sent: list[PageTransfer] = []
         self.auto_ack = auto_ack
         self.pages = DevicePages(device)

@@ -46,9 +46,10 @@ def streamed(engine: Engine) -> dict[str, int]:
     return {name: counters[name] for name in counters if name.startswith("streamed_")}
 
 
-@LOOPS
-@pytest.mark.parametrize("radix", [True, False], ids=["radix", "no-radix"])
-@pytest.mark.parametrize("mode", ["hybrid", "always_host"])
+@pytest.mark.parametrize(
+    ("mode", "radix", "overlap"),
+    [("hybrid", True, False), ("hybrid", True, True), ("hybrid", False, True), ("always_host", True, True)],
+)
 def test_a_prompt_of_three_pools(mode: str, radix: bool, overlap: bool) -> None:
     """Goal: it is prefilled and decodes. Method: 96 pages of prompt on 32 device pages; then a second turn, whose prefix is a
     hit on the host and is streamed too."""
@@ -83,11 +84,10 @@ def test_beside_running_decodes(overlap: bool) -> None:
         finish(engine)
 
 
-@LOOPS
 @pytest.mark.parametrize("written", range(0, 3 * 1024, 512))
-def test_abort_in_every_chunk(written: int, overlap: bool) -> None:
+def test_abort_in_every_chunk(written: int) -> None:
     """Goal: a streamed prefill can end at any chunk. Method: the client leaves after each of six; another request goes on."""
-    with streaming_engine(overlap=overlap, chunked_prefill_size=512) as engine:
+    with streaming_engine(overlap=written % 1024 == 0, chunked_prefill_size=512) as engine:
         other = submit(engine, [500], 40)[0]
         engine.run_until(lambda: len(other.output) >= 2)
         long = submit(engine, [THREE_POOLS], 10, seed=3)[0]
@@ -101,11 +101,10 @@ def test_abort_in_every_chunk(written: int, overlap: bool) -> None:
         finish(engine)
 
 
-@LOOPS
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
-def test_pause_between_chunks(mode: str, overlap: bool) -> None:
+def test_pause_between_chunks(mode: str) -> None:
     """Goal: an interrupted prefill goes on, or begins again over what is cached. Method: pause after a few chunks, resume."""
-    with streaming_engine(overlap=overlap, chunked_prefill_size=512) as engine:
+    with streaming_engine(chunked_prefill_size=512) as engine:
         long = submit(engine, [THREE_POOLS], 10)[0]
         engine.run_until(lambda: chunk_of(engine, long) > 2048)
         engine.pause(mode)
@@ -116,10 +115,9 @@ def test_pause_between_chunks(mode: str, overlap: bool) -> None:
         finish(engine)
 
 
-@LOOPS
-def test_retracted_while_decoding(overlap: bool) -> None:
+def test_retracted_while_decoding() -> None:
     """Goal: a request longer than the device survives a retraction. Method: force one; its pages are found on the host."""
-    with streaming_engine(overlap=overlap, chunked_prefill_size=512) as engine:
+    with streaming_engine(chunked_prefill_size=512) as engine:
         handles = submit(engine, [THREE_POOLS, 400], 40)
         engine.run_until(lambda: len(handles[0].output) >= 5)
         retracted = engine.retract()
@@ -161,6 +159,25 @@ def test_a_short_extend_promotes_nothing_and_spills_nobody(overlap: bool) -> Non
         long_turn = engine.submit([*again.prompt, *again.output, *range(20, 320)], 5)
         engine.run_until_idle()
         assert_outputs([long_turn])
+        finish(engine)
+
+
+def test_a_hit_has_index_keys_for_all_of_its_rows() -> None:
+    """Goal: index-K reaches as far as KV, wherever the rows lie. Method: the next turn of a history on the host; its one extend
+    reads an index entry of every position in every leading layer, and a row in every layer."""
+    with streaming_engine(overlap=False) as engine:
+        history = submit(engine, [1100], 20)[0]
+        engine.run_until_idle()
+        assert engine.coordinator.make_room(DEVICE_PAGES)
+        again = engine.submit([*history.prompt, *history.output, 5, 6, 7], 1)
+        read = engine.model.counters
+        before = (read.index_entries_read, read.rows_read_streamed)
+        engine.run_until(lambda: again.finished)
+        num_leaders, num_layers, length = 2, 4, len(again.prompt)
+        assert sum(engine.model.leader_layers) == num_leaders and again.cached_tokens == 1088
+        assert read.index_entries_read - before[0] == num_leaders * length
+        assert read.rows_read_streamed - before[1] == num_layers * length
+        assert_outputs([history, again])
         finish(engine)
 
 
