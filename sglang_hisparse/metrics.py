@@ -76,9 +76,10 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "to_device_bytes_total",
         Kind.COUNTER,
-        "Bytes copied from the host tier to the GPU: whole pages promoted, or rows fetched by the resolver.",
+        "Bytes copied from the host tier to the GPU: whole pages promoted, rows fetched by the resolver, or pages that a streamed "
+        "prefill has read layer by layer.",
         "reason",
-        ("promote", "fetch"),
+        ("promote", "fetch", "stream"),
     ),
     # Pages on the move.
     Metric("mirrored_pages_total", Kind.COUNTER, "Sealed pages whose copy to the host was planned."),

@@ -152,7 +152,11 @@ def gather(runtime: HiSparseRuntime, fetched: FetchedBytes) -> Sample:
             "failed": counts["errors"],
         },
         "to_host_bytes_total": {"": counts["bytes_to_host"]},
-        "to_device_bytes_total": {"promote": counts["bytes_to_device"], "fetch": fetched.total()},
+        "to_device_bytes_total": {
+            "promote": counts["bytes_to_device"],
+            "fetch": fetched.total(),
+            "stream": counts.get("streamed_host_bytes", 0),
+        },
         "mirrored_pages_total": {"": counts["pages_mirrored"]},
         "spilled_pages_total": {"": counts["pages_spilled"]},
         "promoted_pages_total": {"": counts["pages_promoted"]},

@@ -110,6 +110,7 @@ class PrefixStream:
         apply_table_diff(self.table, index, value)
         self._extend = _Extend(index[:num_host], value[:num_host], device_pages, value[num_host:])
         self._counts["extends"] += 1
+        self._measure()
         if self._on_gpu:
             lists.record_stream(self._side)
             self._extend.times = _Times(_timed_event(), _timed_event())
@@ -202,11 +203,15 @@ class PrefixStream:
     def counters(self) -> dict[str, int]:
         """Since start: extends streamed, bytes copied to the scratch from the host and from the pool, microseconds in which
         the link was busy with them, and from `begin` to the last layer's attention. Times lag until they have passed."""
+        self._measure()
+        return {f"streamed_{name}": count for name, count in self._counts.items()}
+
+    def _measure(self) -> None:
+        """Add up the times of the extends that have run; waits for none."""
         while self._measured and self._measured[0].ended.query():
             times = self._measured.popleft()
             self._counts["forward_us"] += int(times.begun.elapsed_time(times.ended) * 1000)
             self._counts["link_us"] += int(sum(start.elapsed_time(stop) for start, stop in times.fetches) * 1000)
-        return {f"streamed_{name}": count for name, count in self._counts.items()}
 
 
 def _timed_event() -> Any:
