@@ -254,7 +254,7 @@ class World:
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy on the device that nobody waits for."""
-        if self.device == "cpu":
+        if tensor.device.type == torch.device(self.device).type:
             return tensor.clone()
         return tensor.pin_memory().to(self.device, non_blocking=True)
 
