@@ -6,8 +6,11 @@ Method: the rule as a pure function, the model on figures of known truth, two ra
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -248,6 +251,31 @@ def test_two_ranks_decide_alike_though_their_clocks_differ() -> None:
     assert answers[0] == answers[1] and gates[0].figures == gates[1].figures and gates[0].figures.known
     assert 100 < sum(answers[0]) < len(answers[0]) - 100, "one answer to everything proves nothing"
     assert not channel.sent
+
+
+RANK = """
+import sys, torch
+from sglang_hisparse.admission_view import is_first, share_of
+torch.distributed.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=int(sys.argv[2]), world_size=2)
+group = torch.distributed.new_group([0, 1], backend="gloo")
+share = share_of(group)
+for round in range(3):
+    print(*share((0.1 + round, 2.0, 1 / 3, 1e-9) if is_first(group) else None))
+"""
+
+
+def test_the_first_ranks_figures_reach_all_bit_by_bit(tmp_path: Path) -> None:
+    """Goal: what ranks decide by is equal to the last bit. Method: two processes over gloo, three rounds."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(tmp_path / "meeting"), str(rank)], stdout=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    printed = [rank.communicate(timeout=120)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    assert printed[0] == printed[1] and printed[0].split()[:4] == ["0.1", "2.0", repr(1 / 3), "1e-09"]
+    assert len(printed[0].splitlines()) == 3
 
 
 def test_a_group_of_one_needs_no_exchange() -> None:
