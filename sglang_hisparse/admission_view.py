@@ -7,6 +7,7 @@ the only wait for the device. Afterwards it reads CPU books and counts that the 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields
@@ -23,6 +24,8 @@ from sglang_hisparse.residency import PageState, ResidencyCoordinator
 
 if TYPE_CHECKING:
     from sglang_hisparse.runtime import HiSparseRuntime
+
+logger = logging.getLogger(__name__)
 
 _HOST = int(PageState.HOST)
 _TRIAL_BYTES = 64 << 20
@@ -103,5 +106,8 @@ def gate_for(runtime: HiSparseRuntime) -> AdmissionGate | None:
     if settings.resolved().admission is Admission.LATENCY or runtime.worker.device.type != "cuda":
         return None
     speed = time_link(runtime)
-    model = StepModel(HotLink(runtime, speed)) if is_first(runtime.tp_group) else None
+    model = None
+    if is_first(runtime.tp_group):
+        model = StepModel(HotLink(runtime, speed))
+        logger.info("HiSparse admission: the link to the host tier gives %.1f GB/s", speed / 1e9)
     return AdmissionGate(lambda: pool_of(runtime.residency), model, share_of(runtime.tp_group), time.perf_counter)

@@ -170,9 +170,16 @@ METRICS: tuple[Metric, ...] = (
     ),
     # The audit (SGLANG_HISPARSE_AUDIT=1).
     Metric(
-        "audited_rows_total", Kind.COUNTER, "Hot rows compared with their home on the host; 0 unless the audit is on."
+        "audited_rows_total",
+        Kind.COUNTER,
+        "Rows given to attention that were compared with their home on the host, or with the checksum taken when their page "
+        "was sealed; 0 unless the audit is on.",
     ),
-    Metric("audit_mismatches_total", Kind.COUNTER, "Audited rows that differed: each one is a bug."),
+    Metric(
+        "audit_mismatches_total",
+        Kind.COUNTER,
+        "Audited rows that differed, and rows that were memory of an ended request: each one is a bug.",
+    ),
 )
 
 # From a launch that takes microseconds to a link that is blocked.
