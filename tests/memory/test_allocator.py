@@ -131,7 +131,7 @@ def test_exhaustion_is_all_or_nothing(short: str) -> None:
         before = snapshot(world)
 
         def extend(slots: list[int], lengths: list[int]) -> torch.Tensor | None:
-            runtime.extend_slots = slots
+            runtime.extends.slots = slots
             starts, ends = torch.zeros(len(slots), dtype=torch.int64), torch.tensor(lengths)
             return allocator.alloc_extend(starts, starts, ends, ends, torch.full((len(slots),), -1), sum(lengths))
 
