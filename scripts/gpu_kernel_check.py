@@ -53,7 +53,7 @@ def sanitizer_command(tool: str, program: str) -> list[str]:
     """The command of one tool. initcheck must see every kernel that writes, or what torch initialised counts as unwritten."""
     command = [program, "--tool", tool, "--print-limit", "50"]
     if tool != "initcheck":
-        command += ["--kernel-regex", "kns=hisparse", "--error-exitcode", "9"]
+        command += ["--kernel-name", "kns=hisparse", "--error-exitcode", "9"]
     if tool == "racecheck":
         command += ["--racecheck-report", "all"]
     return [*command, sys.executable, str(Path(__file__).resolve()), "--sanitize-case"]

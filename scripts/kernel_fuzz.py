@@ -33,7 +33,12 @@ from resolver_world import Shape, World
 from sglang_hisparse.kernels.resolver import HotGroupState, resolve
 
 STEPS_PER_LIFE = 20
-MOVED = ("top_k", "page_rows", "seq_lens", "req_slots", "num_real_rows", "page_table", "hot_pages", "out")
+
+
+def moved(tensor: torch.Tensor, device: str) -> torch.Tensor:
+    """A copy on `device` whose rows lie as far apart as the original's."""
+    whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage()).to(device, copy=True)
+    return whole.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
 
 
 class Twin:
@@ -41,7 +46,10 @@ class Twin:
 
     def __init__(self, state: HotGroupState, world: World, device: str) -> None:
         self.here = state
-        self.there = HotGroupState.allocate(world.shape.num_slots, world.shape.buffer_size, device)
+        shape = world.shape
+        self.there = HotGroupState.allocate(
+            shape.num_slots, shape.buffer_size, device, evicts_by_score=shape.evicts_by_score
+        )
         self.device, self.world, self.kv = device, world, torch.empty_like(world.kv, device=device)
         self.host = world.host.pin_memory() if device == "cuda" else world.host.clone()
 
@@ -56,8 +64,10 @@ class Twin:
         """Resolve here and there from equal inputs; whatever comes out must be equal. Raises AssertionError."""
         self.host.copy_(self.world.host)
         self.kv.copy_(self.world.kv)
-        there = arguments | {name: arguments[name].to(self.device, copy=True) for name in MOVED}
-        there |= {
+        there = {
+            name: moved(value, self.device) if isinstance(value, torch.Tensor) else value
+            for name, value in arguments.items()
+        } | {
             "group": self.there,
             "host_bases": torch.tensor([layer.data_ptr() for layer in self.host], device=self.device),
             "device_bases": torch.tensor([layer.data_ptr() for layer in self.kv], device=self.device),
@@ -72,6 +82,8 @@ class Twin:
             "stamps": (self.here.stamps[held], self.there.stamps.cpu()[held]),
             "rows": (self.world.kv, self.kv.cpu()),
         }
+        if self.here.slot_pages is not None:
+            pairs["slot pages"] = (self.here.slot_pages[held], self.there.slot_pages.cpu()[held])
         for name, (want, got) in pairs.items():
             assert torch.equal(want, got), f"{name}: the two libraries differ"
 
@@ -93,6 +105,7 @@ def random_shape(random: np.random.Generator) -> Shape:
             max_pages=int(random.integers(1, 2 * pages + 4)),
             layers=int(random.integers(1, 4)),
             row_bytes=16 * int(random.integers(1, 9)),
+            evicts_by_score=bool(random.random() < 0.25),
         )
         if random.random() < 0.3:
             shape = dataclasses.replace(shape, host_row_bytes=shape.row_bytes + 16 * int(random.integers(1, 5)))

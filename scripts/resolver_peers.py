@@ -83,8 +83,11 @@ def load_vllm(library: Path | None) -> str | None:
     return None
 
 
-def time_vllm(work: Workload) -> Timed:
-    """vLLM's resolver and its gather, or None where they refuse the size; `load_vllm` must have succeeded."""
+def time_vllm(work: Workload, most_rows: int) -> Timed:
+    """vLLM's resolver and its gather, or None where they refuse the size; `load_vllm` must have succeeded.
+
+    most_rows: bound on a request's distinct rows, from which it sizes its hash table; vLLM passes top_k per verification row.
+    """
     ops = torch.ops._C_cache_ops
     case, lease = work.case, work.case.buffer // PAGE
     dtype = torch.bfloat16 if case.row_bytes == 1152 else torch.uint8  # the row formats that it knows
@@ -100,7 +103,7 @@ def time_vllm(work: Workload) -> Timed:
 
     def call(step: int) -> None:
         ops.hisparse_resolve_residency(
-            host, hot, hot_table, work.top_k[step], out, held, order, states, case.buffer, case.top_k, None, None,
+            host, hot, hot_table, work.top_k[step], out, held, order, states, case.buffer, most_rows, None, None,
             attention, PAGE, states, work.logical_pages, PAGE, None, None, swap_host, swap_device, counts, None, 0, 0,
         )  # fmt: skip
         ops.hisparse_gather_compact(host, hot, swap_host, swap_device, counts)

@@ -12,7 +12,8 @@ from typing import Any
 
 COLUMNS = {
     "builtin_us": ("SGLang built-in", "#b0b0b0"),
-    "vllm_us": ("vLLM", "#7aa6c2"),
+    "vllm_us": ("vLLM, as it sizes its table", "#c9dbe6"),
+    "vllm_roomy_us": ("vLLM, table of twice the size", "#7aa6c2"),
     "ours_us": ("sglang-hisparse", "#d1495b"),
     "gather_us": ("gather alone", "#2e4057"),
 }

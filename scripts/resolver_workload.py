@@ -319,7 +319,7 @@ def time_ours(
     """Microseconds per resolve, and whether the last replay's and every single step's rows were right and fetched once."""
     ours = Ours(work, variant, resident)
     run = captured(ours.call)
-    took = median_us(run, ours.prepare, STEPS, replays or (15 if work.case.batch <= 8 else 7))
+    took = median_us(run, ours.prepare, STEPS, replays or (25 if work.case.batch <= 8 else 11))
     if variant.method.name in UNANSWERED:
         return took, True
     correct = ours.correct(STEPS - 1)

@@ -129,13 +129,17 @@ def test_the_plot_has_a_panel_for_each_size_and_no_column_without_figures(tmp_pa
 
 def test_main_reports_wrong_rows_and_writes_every_part(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Goal: a wrong row ends the run with 1, and each part reaches the file. Method: parts that return made rows."""
-    parts = {"table": [result()], "sizes": [result(top_k=512)], "imbalance": [{"one_us": 1.0, "correct": True}]}
+    parts = {
+        "table": [result()],
+        "sizes": [result(top_k=512, gather_us=0.0)],
+        "imbalance": [{"one_us": 1.0, "correct": True}],
+    }
     monkeypatch.setattr(bench_resolver, "PARTS", {name: lambda _, rows=rows: rows for name, rows in parts.items()})
     monkeypatch.setattr(bench_resolver, "pinned_block", lambda size: None)
     target = tmp_path / "out.json"
     monkeypatch.setattr(sys, "argv", ["bench", "--commit", "abc", "--json", str(target)])
     assert bench_resolver.main() == 0
-    written = json.loads(target.read_text())
+    written = json.loads(target.read_text())  # a figure of 0.0 is not a wrong one
     assert written["rows"] == parts["table"] + parts["sizes"] and written["imbalance"] == parts["imbalance"]
     assert written["commit"] == "abc" and written["versions"]["torch"] == torch.__version__
     assert written["vllm_left_out"] == "no library given"
@@ -163,7 +167,7 @@ def test_the_fuzz_passes_and_counts() -> None:
     assert (found["cases"], found["faults"]) == (60, []) and found["rows"] > 20
 
 
-@pytest.mark.parametrize("part", ["out", "tags", "header", "stamps", "rows"])
+@pytest.mark.parametrize("part", ["out", "tags", "header", "stamps", "rows", "slot pages"])
 def test_the_fuzz_notices_a_difference(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Goal: a GPU that answers otherwise is caught, with a seed. Method: spoil one number of the second library's result."""
     plain = kernel_fuzz.resolve
@@ -174,7 +178,10 @@ def test_the_fuzz_notices_a_difference(part: str, monkeypatch: pytest.MonkeyPatc
         if arguments["group"] is not twin.there or not int(arguments["num_real_rows"]):
             return
         state, held = twin.there, (twin.there.tags >= 0).nonzero()
-        if part == "out":
+        if part == "slot pages":
+            if state.slot_pages is not None and len(held):
+                state.slot_pages[tuple(held[0])] += 1
+        elif part == "out":
             arguments["out"][0, 0] += 1
         elif part == "rows":
             twin.kv[0, 0, 0] ^= 1
@@ -191,7 +198,7 @@ def test_the_fuzz_notices_a_difference(part: str, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(kernel_fuzz, "Twin", Kept)
     monkeypatch.setattr(kernel_fuzz, "resolve", spoilt)
-    found = kernel_fuzz.fuzz_in_processes(200, 5, "cpu", 1, 60)
+    found = kernel_fuzz.fuzz_in_processes(400, 5, "cpu", 1, 60)
     assert len(found["faults"]) == 1 and f"{part}: the two libraries differ" in found["faults"][0]
 
 
