@@ -31,7 +31,7 @@ def panels(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 
 def label(row: dict[str, Any]) -> str:
     """What a group of bars is called: batch x misses, and its size where that is not the usual one."""
-    size = "" if (row["top_k"], row["buffer"]) == (2048, 4096) else f"\nk {row['top_k']}\nB {row['buffer']}"
+    size = "" if (row["top_k"], row["buffer"]) == (2048, 4096) else f"\nk {row['top_k']}\n{row['buffer'] // 1024} Ki"
     return f"{row['batch']}x{row['misses']}{size}"
 
 
@@ -53,14 +53,13 @@ def draw(rows: list[dict[str, Any]], title: str, target: Path) -> None:
             axis.bar(at, heights, width, label=text, color=colour)
         for i, row in enumerate(points):
             if row.get("builtin_us"):
-                axis.text(
-                    i, row["builtin_us"] * 1.08, f"{row['builtin_us'] / row['ours_us']:.1f}x", ha="center", fontsize=8
-                )
+                text, at = f"{row['builtin_us'] / row['ours_us']:.1f}x", i - (len(columns) - 1) / 2 * width
+                axis.text(at, row["builtin_us"] * 1.08, text, ha="center", fontsize=7)
         axis.set_yscale("log")
         axis.set_xticks(range(len(points)), [label(row) for row in points], fontsize=8)
-        axis.set_ylabel("us per call")
+        axis.set_ylabel("us per call (above: built-in over ours)")
         axis.set_title(name, fontsize=10)
-        axis.legend(fontsize=8, loc="upper left")
+        axis.legend(fontsize=8, loc="upper left", ncols=2)
     figure.suptitle(title, fontsize=11)
     figure.savefig(target, dpi=110)
     pyplot.close(figure)
