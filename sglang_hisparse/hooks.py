@@ -151,11 +151,14 @@ def before_get_next_batch(scheduler: Any, running_batch: Any, *args: Any, **kwar
         running_batch.batch_is_full = False
 
 
-def after_is_fully_idle(result: bool, scheduler: Any, *args: Any, **kwargs: Any) -> bool:
+def after_is_fully_idle(
+    result: bool, scheduler: Any, for_health_check: bool = False, ignore_waiting: bool = False
+) -> bool:
+    """SGLang drops or runs a health check, and flushes now or later, by the answer: it may not depend on one rank's link."""
     runtime = scheduler.hisparse_coordinator
-    if isinstance(runtime, HiSparseRuntime):
-        return result and not runtime.has_ongoing_staging()
-    return result
+    if not isinstance(runtime, HiSparseRuntime) or for_health_check or not result:
+        return result
+    return not runtime.has_ongoing_staging(waits=runtime.worker.must_succeed)
 
 
 def before_flush(scheduler: Any, *args: Any, **kwargs: Any) -> None:

@@ -354,11 +354,12 @@ class HiSparseRuntime:
 
     # -- idle, flush, shutdown --------------------------------------------------------------------------------------
 
-    def has_ongoing_staging(self) -> bool:
-        """Whether a host copy is under way: the scheduler is not idle then (R29)."""
+    def has_ongoing_staging(self, waits: bool = False) -> bool:
+        """Whether a host copy is under way: the scheduler is not idle then (R29). waits: such copies are waited for, so that the
+        ranks of a server answer alike."""
         self.audit.while_idle()
         self._report()
-        self._note_completed(self.worker.poll())
+        self._note_completed(self.worker.settle() if waits else self.worker.poll())
         return self.worker.in_flight or self.residency.has_transfers
 
     def settle(self) -> None:

@@ -2,7 +2,7 @@
 
 `gather` collects them for the metrics and the log line (metrics.py). SGLANG_HISPARSE_STATS_FILE names a file that is
 rewritten with one JSON object every two seconds of activity and at shutdown. It is how the verification scripts know that a
-run has used the host tier.
+run has used the host tier. Every rank keeps a file: ranks after the first put their number before the last suffix.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from sglang_hisparse.residency import Owner, PageState, Residency, ResidencyCoordinator
 from sglang_hisparse.storage.counters import STORAGE_OUTCOMES
@@ -215,6 +216,12 @@ def _requests(runtime: HiSparseRuntime) -> Sample:
     }
 
 
+def rank_file(path: Path, group: torch.distributed.ProcessGroup | None) -> Path:
+    """`path` for the first rank of all; for others, and other groups, with the number of the rank before the last suffix."""
+    rank = torch.distributed.get_rank() if group is not None and torch.distributed.is_initialized() else 0
+    return path.with_name(f"{path.stem}.rank{rank}{path.suffix}") if rank else path
+
+
 class StatsWriter:
     """Writes `runtime.counters()`; every method is free of cost when no file is named."""
 
@@ -225,7 +232,8 @@ class StatsWriter:
 
     @classmethod
     def from_env(cls, runtime: HiSparseRuntime) -> StatsWriter:
-        return cls(runtime, os.environ.get(STATS_VARIABLE))
+        path = os.environ.get(STATS_VARIABLE)
+        return cls(runtime, path and str(rank_file(Path(path), runtime.tp_group)))
 
     def tick(self) -> None:
         if self._path is not None and (now := time.monotonic()) >= self._next:

@@ -229,6 +229,22 @@ def _step_until(engine: Any, group: Any, holds: Callable[[], bool], most: int = 
     raise AssertionError("it never held")
 
 
+def questions_while_copies_run(rank: int, port: int, trace: Trace) -> None:
+    """A flush that may wait, and health checks, asked for while each rank's copies are at another point."""
+    from sglang.srt.managers.io_struct import FlushCacheReqInput
+
+    with engine_of(rank, port, {}, device_tokens=48 * PAGE) as engine:
+        prefix = np.random.default_rng(15).integers(10, 1000, 6 * PAGE).tolist()
+        for number in range(24):
+            engine.submit([*prefix, 10 + number], 3)
+            for _ in range(7):
+                trace.step(engine)
+                idle = engine.scheduler.is_fully_idle
+                trace.write({"told": [idle(for_health_check=True), idle(), len(engine.control_outputs)]})
+            if number % 2:
+                engine._inbox.append(FlushCacheReqInput(timeout_s=30.0))
+
+
 LIVES: dict[str, Callable[[int, int, Trace], None]] = {
     life.__name__: life
     for life in (
@@ -238,6 +254,7 @@ LIVES: dict[str, Callable[[int, int, Trace], None]] = {
         a_gate_measured_on_one_rank,
         a_gate_on_each_rank,
         storage_of_two_speeds,
+        questions_while_copies_run,
     )
 }
 
@@ -261,6 +278,7 @@ def main(folder: Path, names: list[str]) -> None:
     ModelRegistry.get_supported_archs()
     for name in names:
         port, children = free_port(), []
+        os.environ["SGLANG_HISPARSE_STATS_FILE"] = str(folder / "stats.json")
         os.environ["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = str(folder / f"{name}.pages")
         for rank in range(RANKS):
             if (child := os.fork()) == 0:

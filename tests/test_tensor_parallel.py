@@ -35,7 +35,8 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Lines]]:
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, 9)
-    return {name: [_read(folder / f"{name}.{rank}") for rank in range(RANKS)] for name in LIVES}
+    found = {name: [_read(folder / f"{name}.{rank}") for rank in range(RANKS)] for name in LIVES}
+    return {**found, "folder": [[{"path": str(folder)}]]}
 
 
 def _read(path: Path) -> Lines:
@@ -100,6 +101,23 @@ def test_one_rank_measures_for_all(traces: dict[str, list[Lines]]) -> None:
 def test_own_measurements_would_part_them(traces: dict[str, list[Lines]]) -> None:
     """Goal: the test above can fail. Method: each rank believes its own clock."""
     assert _first_difference(_steps(traces["a_gate_on_each_rank"]), ("figures",)) is not None
+
+
+def test_questions_of_idleness_have_one_answer(traces: dict[str, list[Lines]]) -> None:
+    """Goal: no rank flushes, or takes a health check, by itself. Method: a flush that waits while copies run; all answers."""
+    ranks = traces["questions_while_copies_run"]
+    assert _first_difference(_steps(ranks)) is None
+    told = [[line["told"] for line in lines if "told" in line] for lines in ranks]
+    assert told[0] == told[1] and told[0][-1][2] > 5, "flushes were answered"
+
+
+def test_every_rank_has_a_statistics_file_of_its_own(traces: dict[str, list[Lines]], tmp_path: Path) -> None:
+    """Goal: ranks do not write over each other. Method: the files that the first life has left."""
+    from sglang_hisparse.stats import rank_file
+
+    assert rank_file(tmp_path / "a.json", None) == tmp_path / "a.json"
+    files = sorted(path.name for path in Path(traces["folder"][0][0]["path"]).glob("stats*.json"))
+    assert files == ["stats.json", "stats.rank1.json"]
 
 
 def test_storage_gives_all_ranks_the_same_prefix(traces: dict[str, list[Lines]]) -> None:
