@@ -13,6 +13,7 @@ cores (Rust and Python) serve.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -132,8 +133,10 @@ class HiSparseRadixCache(UnifiedRadixCache):
     ) -> None:
         """A request enters the waiting queue: ask storage for what the tree does not hold of its prompt."""
         if self.storage is not None:
-            matched = [*(matched_prefix_tokens or ())]
-            self.storage.request(request, [*matched, *new_input_tokens], len(matched), (extra_key, cache_salt))
+            tokens = array("q", matched_prefix_tokens or ())
+            matched = len(tokens)
+            tokens.extend(new_input_tokens)
+            self.storage.request(request, tokens, matched, (extra_key, cache_salt))
 
     def check_prefetch_progress(self, request: Any) -> bool:
         """Whether the request may start: storage has answered, or it has waited long enough."""

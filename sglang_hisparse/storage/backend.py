@@ -85,7 +85,7 @@ class Store:
         value = (torch.arange(_PROBE_BYTES) % 251).to(torch.uint8)
         target = torch.zeros_like(value)
         stored = self.put(_PROBE_KEY, value) and self.count_leading([_PROBE_KEY]) == 1
-        return stored and self.get([_PROBE_KEY], [target]) == [True] and torch.equal(value, target)
+        return stored and self.get(_PROBE_KEY, target) and torch.equal(value, target)
 
     def put(self, key: str, value: torch.Tensor) -> bool:
         """Store uint8 [n] under `key`; True: it is there, whole, for a later reader."""
@@ -96,15 +96,10 @@ class Store:
         count = self._ask("batch_exists", lambda: self.backend.batch_exists(list(keys)), 0)
         return max(0, min(count, len(keys))) if isinstance(count, int) else 0
 
-    def get(self, keys: Sequence[str], targets: Sequence[torch.Tensor]) -> list[bool]:
-        """Read each key into its target, uint8 [n]; False where it could not be read whole."""
-        found = self._ask("batch_get", lambda: self.backend.batch_get(list(keys), list(targets)), None)
-        if found is None and len(keys) > 1:
-            # One bad page fails the call of some backends: those before it are as good as ever.
-            return [self.get([key], [target])[0] for key, target in zip(keys, targets, strict=True)]
-        if not isinstance(found, (list, tuple)) or len(found) != len(keys):
-            return [False] * len(keys)
-        return [_landed(value, target) for value, target in zip(found, targets, strict=True)]
+    def get(self, key: str, target: torch.Tensor) -> bool:
+        """Read `key` into `target`, uint8 [n]; False where it could not be read whole."""
+        found = self._ask("batch_get", lambda: self.backend.batch_get([key], [target]), None)
+        return isinstance(found, (list, tuple)) and len(found) == 1 and _landed(found[0], target)
 
     def clear(self) -> None:
         """Forget every page, also those of other servers: the backend knows no other way."""

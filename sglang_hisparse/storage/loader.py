@@ -1,4 +1,4 @@
-"""Loading: the thread that looks pages up and reads them from storage into the host tier.
+"""Loading: the threads that look pages up and read them from storage into the host tier.
 
 The scheduler's thread hands it a `Lookup` or a `Read` and asks from time to time whether it is finished. A read writes only into
 logical pages that were allocated for it, page after page, each verified first; after `Read.stop` it writes no more. It decides
@@ -11,6 +11,7 @@ import logging
 import queue
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,8 +25,8 @@ from sglang_hisparse.storage.unit import UnitFormat
 
 logger = logging.getLogger(__name__)
 
-#: units read in one call of the backend, and the memory they may take
-READ_UNITS, READ_BYTES = 8, 64 << 20
+#: units read side by side, the memory they may take, and the threads that read and verify them
+READ_UNITS, READ_BYTES, READERS = 8, 64 << 20, 4
 #: keys looked up in one call of the backend; HiCache uses as many
 LOOKUP_KEYS = 128
 
@@ -70,6 +71,7 @@ class Loader:
         self._unit, self._store, self._bytes, self._counters = unit, store, page_bytes, counters
         self._num_units = max(1, min(READ_UNITS, READ_BYTES // unit.num_bytes))
         self._units = torch.empty(self._num_units, unit.num_bytes, dtype=torch.uint8)
+        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="hisparse-read")
         self._queue: queue.SimpleQueue[Lookup | Read | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="hisparse-load", daemon=True)
         self._thread.start()
@@ -78,9 +80,10 @@ class Loader:
         self._queue.put(work)
 
     def close(self) -> None:
-        """End the thread after its work, which the caller has stopped."""
+        """End the threads after their work, which the caller has stopped."""
         self._queue.put(None)
         self._thread.join(timeout=5)
+        self._readers.shutdown(wait=False, cancel_futures=True)
 
     # -- on its own thread ------------------------------------------------------------------------------------------
 
@@ -114,17 +117,25 @@ class Loader:
         for start in range(0, len(read.pages), self._num_units):
             hashes = read.hashes[start : start + self._num_units]
             units = self._units[: len(hashes)]
-            found = self._store.get([self._unit.key(page_hash) for page_hash in hashes], list(units))
-            for page, page_hash, unit, is_there in zip(read.pages[start:], hashes, units, found, strict=False):
-                if not is_there or not self._is_whole(unit, page_hash) or not self._fill(read, page, unit):
-                    return
+            fetched = [self._readers.submit(self._fetch, *pair) for pair in zip(hashes, units, strict=True)]
+            try:
+                for page, page_hash, unit, problem in zip(read.pages[start:], hashes, units, fetched, strict=False):
+                    if self._ends_prefix(page_hash, problem.result()) or not self._fill(read, page, unit):
+                        return
+            finally:
+                wait(fetched)  # they write to the units, which the next batch uses again
 
-    def _is_whole(self, unit: torch.Tensor, page_hash: str) -> bool:
-        problem = self._unit.problem(unit.numpy(), page_hash)
-        if problem is not None:
+    def _fetch(self, page_hash: str, unit: torch.Tensor) -> str | None:
+        """Read and verify one unit, on a reader's thread. Returns what is wrong; "" when there is none, None when it is good."""
+        if not self._store.get(self._unit.key(page_hash), unit):
+            return ""
+        return self._unit.problem(unit.numpy(), page_hash)
+
+    def _ends_prefix(self, page_hash: str, problem: str | None) -> bool:
+        if problem:
             self._counters.add("pages_corrupt")
             logger.warning("hisparse: storage: page %s is not used: wrong %s", page_hash[:16], problem)
-        return problem is None
+        return problem is not None
 
     def _fill(self, read: Read, page: int, unit: torch.Tensor) -> bool:
         with read.guard:

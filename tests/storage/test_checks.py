@@ -75,14 +75,10 @@ def test_a_store_never_raises() -> None:
     """Goal: whatever a backend does is a miss. Method: a backend that has no method at all."""
     counters = StorageCounters()
     store = Store(object(), counters)
-    assert (
-        store.count_leading(["a"]) == 0
-        and not store.put("a", None)
-        and store.get(["a", "b"], [None, None]) == [False] * 2
-    )
+    assert store.count_leading(["a"]) == 0 and not store.put("a", None) and not store.get("a", None)
     store.clear()
     store.close()
-    assert counters.read()["storage_errors"] == 6
+    assert counters.read()["storage_errors"] == 4
 
 
 def test_weights_are_told_apart(tmp_path: Path) -> None:
