@@ -24,10 +24,10 @@ from sglang_hisparse.residency.device_pages import DevicePages, Owner
 from sglang_hisparse.residency.host_copies import HostCopies, MirrorSink
 from sglang_hisparse.residency.page_book import PageBook
 from sglang_hisparse.residency.types import (
+    PAD_PAGE,
     LeaseChange,
     PageState,
     Promotion,
-    PAD_PAGE,
     Residency,
     ResidencyLimits,
     ResidencyPolicy,
