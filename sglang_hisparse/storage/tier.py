@@ -8,6 +8,7 @@ pages of other weights are never read: after an update of the weights of a runni
 from __future__ import annotations
 
 import logging
+from array import array
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from sglang_hisparse import settings
+from sglang_hisparse.errors import ConfigError
 from sglang_hisparse.storage.backend import Store, StoreIdentity
 from sglang_hisparse.storage.counters import StorageCounters
 from sglang_hisparse.storage.identity import page_facts
@@ -83,8 +85,7 @@ class StorageTier:
         wanted, tree = settings.resolved(), scheduler.tree_cache
         if wanted.storage_backend is None:
             return None
-        # SGLang compiles this function when it is first used, which must not happen while requests wait.
-        get_storage_hash_str(RadixKey(torch.arange(1).tolist()), page_size=1)
+        _prepare_hashing()
         args = scheduler.server_args
         identity = _identity(args)
         counters = StorageCounters()
@@ -203,6 +204,17 @@ class StorageTier:
         if self.publisher is not None:
             self.publisher.close()
         self._store.close()
+
+
+def _prepare_hashing() -> None:
+    """SGLang compiles its page hash when it is first used, which must not happen while requests wait. Raises ConfigError."""
+    try:
+        get_storage_hash_str(RadixKey(array("q", [0])), page_size=1)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"storage_backend: HiCache's page hash cannot be compiled here ({error.__cause__ or error}); allowed: null, or a "
+            "C++ compiler and OpenSSL's headers on this machine"
+        ) from error
 
 
 def _identity(server_args: Any) -> StoreIdentity:

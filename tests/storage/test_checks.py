@@ -103,3 +103,15 @@ def test_weights_are_told_apart(tmp_path: Path) -> None:
     ]
     assert len(set(digests)) == len(digests)
     assert weights_digest(folder("e", weights)) == digests[0]
+
+
+def test_a_machine_that_cannot_hash_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: a missing compiler is a line at start, not a failure later. Method: SGLang's function fails as it does then."""
+    from sglang_hisparse.storage import tier
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("Failed to load HiCache native hash extension") from OSError("no compiler")
+
+    monkeypatch.setattr(tier, "get_storage_hash_str", fail)
+    with pytest.raises(ConfigError, match="page hash cannot be compiled here .no compiler.; allowed: null, or a C"):
+        tier._prepare_hashing()
