@@ -134,7 +134,7 @@ def fuzz(cases: int, seed: int, device: str, until: float) -> dict[str, Any]:
 
 
 def _work(job: tuple[int, int, str, float]) -> dict[str, Any]:
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # tensors are small and the processes many
     return fuzz(*job)
 
 
