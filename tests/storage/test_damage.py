@@ -76,19 +76,15 @@ def test_one_wrong_bit_ends_the_prefix(published: list[Path], tmp_path: Path, of
     assert cached == 5 * PAGE and found["storage_pages_corrupt"] == 1 and found["storage_pages_loaded"] == 5
 
 
-@pytest.mark.parametrize(
-    "offset",
-    [0, 8, 16, 24, 32, 64, 96],
-    ids=["magic", "version", "kv-bytes", "index-bytes", "model", "tokens", "checksum"],
-)
+@pytest.mark.parametrize("offset", [8, 64], ids=["version", "tokens"])
 def test_a_wrong_header_is_a_miss(published: list[Path], tmp_path: Path, offset: int) -> None:
-    """Goal: every field of the header counts. Method: flip a bit of each in the seventh page."""
+    """Goal: the header counts (test_unit has each field). Method: flip a bit of it in the seventh page."""
     overwrite(copied(published, tmp_path)[6], offset)
     cached, found = restarted(tmp_path)
     assert cached == 6 * PAGE and found["storage_pages_corrupt"] == 1
 
 
-@pytest.mark.parametrize("keep", [0, 100, HEADER_BYTES, 0.5, 0.9, "kv"], ids=str)
+@pytest.mark.parametrize("keep", [0, 100, 0.5, "kv"], ids=str)
 def test_a_torn_page_is_a_miss(published: list[Path], tmp_path: Path, keep: Any) -> None:
     """Goal: a file cut anywhere is no page, above all one that has lost just its index-K. Method: cut the fifth."""
     path = copied(published, tmp_path)[4]
