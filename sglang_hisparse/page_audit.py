@@ -137,7 +137,7 @@ class PageAudit:
 
     def _forget_sums(self, pages: Sequence[int]) -> None:
         if pages:
-            self.sums.view(len(self.sums), -1, self._page_size)[:, self._to_device([pages])[0]] = 0
+            self.sums.view(len(self.sums), -1, self._page_size).index_fill_(1, self._to_device([pages])[0], 0)
 
     def _poison_freed(self) -> None:
         freed, self._freed = self._freed, []
@@ -150,7 +150,7 @@ class PageAudit:
         if device_pages := [device_page for _, device_page in freed if device_page]:
             index = self._to_device([device_pages])[0]
             for layer in range(runtime.pool.layer_num):
-                self._pages(runtime.pool.layer_rows(layer))[index] = POISON_BYTE
+                self._pages(runtime.pool.layer_rows(layer)).index_fill_(0, index, POISON_BYTE)
         host_pages, source = self._to_device([pages, [0] * len(pages)]).to(torch.int32)
         copy_pages(
             direction=Direction.TO_HOST,
