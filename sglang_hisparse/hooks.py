@@ -14,12 +14,13 @@ from typing import Any
 
 from sglang_hisparse import settings
 from sglang_hisparse.errors import HiSparseError
-from sglang_hisparse.memory import sizing
+from sglang_hisparse.memory import replicas, sizing
 from sglang_hisparse.memory.allocator import HiSparseAllocator
 from sglang_hisparse.memory.budget import HiSparsePrefillBudget
 from sglang_hisparse.memory.pool import HiSparsePool
 from sglang_hisparse.memory.radix import HiSparseRadixCache
 from sglang_hisparse.runtime import HiSparseRuntime
+from sglang_hisparse.shutdown import with_shutdown
 from sglang_hisparse.sync_debug import no_device_sync
 from sglang_hisparse.transfer.index_scores import ScoreTap
 from sglang_hisparse.validation import validate_server_args
@@ -139,6 +140,17 @@ def after_scheduler_init(result: None, scheduler: Any, *args: Any, **kwargs: Any
         raise HiSparseError(f"SGLang built {type(runtime).__name__} where HiSparseRuntime was hooked in; refusing a mixture")
     verify()
     runtime.bind_scheduler(scheduler)
+
+
+def after_pull_requests(result: list[Any] | None, receiver: Any) -> list[Any] | None:
+    return with_shutdown(result)
+
+
+def before_launch_replicas(controller: Any, server_args: Any, port_args: Any) -> None:
+    from sglang.srt.runtime_context import get_memory
+
+    if get_memory().enable_hisparse:
+        replicas.open_ledger()
 
 
 def before_get_next_batch(scheduler: Any, running_batch: Any, *args: Any, **kwargs: Any) -> None:
@@ -285,6 +297,18 @@ HOOKS: tuple[Hook, ...] = (
         "AFTER",
         after_scheduler_init,
         "no staging: a prefilled request decodes in the next step (R31); gives the runtime the radix cache",
+    ),
+    Hook(
+        "managers.scheduler_components.request_receiver.SchedulerRequestReceiver._pull_raw_reqs",
+        "AFTER",
+        after_pull_requests,
+        "SIGTERM to the first rank ends all ranks in one iteration, by the message that SGLang's launcher sends",
+    ),
+    Hook(
+        "managers.data_parallel_controller.DataParallelController.launch_dp_schedulers",
+        "BEFORE",
+        before_launch_replicas,
+        "replicas share this machine's host memory: they divide what the first of them sees",
     ),
     Hook(
         "managers.scheduler.Scheduler.get_next_batch_to_run",

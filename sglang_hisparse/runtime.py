@@ -7,10 +7,9 @@ inside the captured graph. It takes no decision of its own and never waits for t
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
-import signal
-import threading
 from typing import Any
 
 import torch
@@ -31,6 +30,7 @@ from sglang_hisparse.metrics import Reporter
 from sglang_hisparse.recording.recorder import recorder_of
 from sglang_hisparse.residency import ResidencyCoordinator, ResidencyLimits, SpillPolicy
 from sglang_hisparse.residency.invariants import check
+from sglang_hisparse.shutdown import obey_sigterm
 from sglang_hisparse.stats import StatsWriter, exceeds_device, residency_counts, resolver_counts
 from sglang_hisparse.storage.counters import STORAGE_COUNTS
 from sglang_hisparse.storage.tier import StorageTier
@@ -174,10 +174,7 @@ class HiSparseRuntime:
         self.reporter.bind(scheduler)
         self._open_storage(scheduler)
         self.gate = gate_for(self)
-        if threading.current_thread() is threading.main_thread():
-            # A scheduler that is told to end directly would die with its pinned memory still registered: let it leave its
-            # loop instead, so that SGLang's orderly shutdown runs, and with it `destroy`.
-            signal.signal(signal.SIGTERM, lambda *_: setattr(scheduler, "gracefully_exit", True))
+        obey_sigterm(scheduler)
 
     def _open_storage(self, scheduler: Any) -> None:
         """SGLang's scheduler then asks the radix cache for prefetches, as it would with HiCache."""
@@ -391,14 +388,17 @@ class HiSparseRuntime:
         self._launch = None
 
     def destroy(self) -> None:
-        if self.storage is not None:
-            self._note_completed(self.worker.settle())
-            self.storage.close()
-        self.worker.drain()
-        self.worker.synchronize()
-        self.recorder.close()
-        self.stats.close()
-        self.mem_pool_host.destroy()
+        """Shutdown, on every rank, without a word to the others: each ends when it has written what is its own. A part that
+        fails keeps no other from being released. SGLang's launcher kills a rank that takes 15 seconds."""
+        with contextlib.ExitStack() as parts:  # last in, first out
+            parts.callback(self.mem_pool_host.destroy)
+            parts.callback(self.stats.close)
+            parts.callback(self.recorder.close)
+            parts.callback(self.worker.synchronize)
+            parts.callback(self.worker.drain)
+            if self.storage is not None:
+                parts.callback(self.storage.close)
+                parts.callback(lambda: self._note_completed(self.worker.settle()))
 
     def get_token_stats(self) -> Any:
         from sglang.srt.managers.hisparse_coordinator import HiSparseTokenStats

@@ -2,7 +2,7 @@
 
 `gather` collects them for the metrics and the log line (metrics.py). SGLANG_HISPARSE_STATS_FILE names a file that is
 rewritten with one JSON object every two seconds of activity and at shutdown. It is how the verification scripts know that a
-run has used the host tier. Every rank keeps a file: ranks after the first put their number before the last suffix.
+run has used the host tier. Every rank keeps a file, see `rank_file`.
 """
 
 from __future__ import annotations
@@ -217,9 +217,20 @@ def _requests(runtime: HiSparseRuntime) -> Sample:
 
 
 def rank_file(path: Path, group: torch.distributed.ProcessGroup | None) -> Path:
-    """`path` for the first rank of all; for others, and other groups, with the number of the rank before the last suffix."""
-    rank = torch.distributed.get_rank() if group is not None and torch.distributed.is_initialized() else 0
-    return path.with_name(f"{path.stem}.rank{rank}{path.suffix}") if rank else path
+    """`path` for the first rank of the first replica; others have their numbers before the last suffix.
+
+    group: that of the runtime, None: the only rank. "s.json": "s.rank1.json"; in replica 2: "s.dp2.json", "s.dp2.rank1.json".
+    Ranks with DP attention are ranks of one world, and are counted through.
+    """
+    if group is None:
+        return path
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    replica = 0 if parallel.attn_dp_enabled else parallel.dp_rank or 0
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    marks = [f".dp{replica}"] * bool(replica) + [f".rank{rank}"] * bool(rank)
+    return path.with_name("".join([path.stem, *marks, path.suffix]))
 
 
 class StatsWriter:

@@ -46,6 +46,7 @@ from sglang_hisparse.layout import (
     describe_plan,
     logical_tokens,
 )
+from sglang_hisparse.memory import replicas
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
@@ -149,12 +150,22 @@ def kv_shape(configurator: KVCacheConfigurator) -> KVShape:
 
 
 def host_bytes_per_rank() -> int:
-    """Host memory that each rank may pin, the same figure on all ranks.
+    """Host memory that each rank may pin, the same figure on all ranks of a replica.
 
-    SGLang's reserve stays free for everything else, but on a small machine no more than a quarter.
+    SGLang's reserve stays free for everything else, but on a small machine no more than a quarter. Replicas divide what was free
+    before the first of them pinned memory, and none takes more than is free now.
     """
     available = available_host_memory_bytes(allow_cgroup_fallback=True)
-    return _min_over_ranks(host_share_bytes(available, HICACHE_HOST_MEMORY_RESERVE_BYTES, ranks_per_host()))
+    share = host_share_bytes(available, HICACHE_HOST_MEMORY_RESERVE_BYTES, ranks_per_host())
+    if get_parallel().dp_size > 1:
+        at_first = replicas.first_seen(available)
+        share = min(share, host_share_bytes(at_first, HICACHE_HOST_MEMORY_RESERVE_BYTES, ranks_on_host()))
+    return _min_over_ranks(share)
+
+
+def ranks_on_host() -> int:
+    """Ranks of all replicas on this machine: SGLang counts those of its own world. With DP attention all are in one world."""
+    return ranks_per_host() * get_parallel().dp_size
 
 
 def _min_over_ranks(value: int) -> int:
@@ -180,7 +191,7 @@ def make_plan(configurator: KVCacheConfigurator, device_bytes: int, resolved: Re
         hot_shape(num_slots, shape.num_leaders, resolved, longest_pages(context_tokens, shape)),
         device_bytes=device_bytes,
         host_bytes=host_bytes_per_rank(),
-        ranks=ranks_per_host(),
+        ranks=ranks_on_host(),
         ratio=resolved.host_to_device_ratio,
         host_pool_bytes=resolved.host_pool_bytes,
         max_device_tokens=get_schedule().max_total_tokens,

@@ -24,6 +24,7 @@ import torch
 from sglang_hisparse import __version__, settings
 from sglang_hisparse.recording.format import Header, Step, pack
 from sglang_hisparse.recording.writer import MAX_FILE_BYTES, RecordingWriter, cannot_write
+from sglang_hisparse.stats import rank_file
 
 if TYPE_CHECKING:
     from sglang_hisparse.runtime import HiSparseRuntime
@@ -32,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 MAX_REQUESTS = 4  #: recorded at once; another one is taken when one of them ends
 RING = 4  #: steps on their way to the file
-_CLOSE_SECONDS = 30.0
+_CLOSE_SECONDS = 5.0  # SGLang's launcher kills a rank 15 s after it was told to end
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,16 +213,14 @@ class TopKRecorder(NoRecorder):
 def recorder_of(runtime: HiSparseRuntime) -> NoRecorder:
     """The recorder that the settings ask for, on the first rank of the runtime's group.
 
-    Ranks other than the first of all write beside it: their number comes before the last suffix.
+    Ranks other than the first of all write beside it, see `stats.rank_file`.
     """
     path = settings.resolved().record_file
     if path is None or (runtime.tp_group is not None and torch.distributed.get_rank(runtime.tp_group)):
         return NoRecorder()
     from sglang.srt.runtime_context import get_server_args
 
-    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    file = Path(path)
-    file = file.with_name(f"{file.stem}.rank{rank}{file.suffix}") if rank else file
+    file = rank_file(Path(path), runtime.tp_group)
     header = Header(
         package=__version__,
         sglang=version("sglang"),
