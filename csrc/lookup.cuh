@@ -148,11 +148,15 @@ __device__ __forceinline__ uint32_t classify(const ResolveParams& p, bool has_le
   return counted;
 }
 
-// Enters the host row of a miss; returns its place, and whether it was there already.
-__device__ __forceinline__ int enter_miss(uint32_t host_row, int table_bits, const Shared& s, bool& repeated) {
+// Enters the host row of a miss at its first place; returns what was there, for settle_place.
+__device__ __forceinline__ uint32_t enter_miss(uint32_t host_row, int table_bits, const Shared& s) {
+  return atomicCAS(&s.row->keys[(host_row * 2654435769u) >> (32 - table_bits)], kNothing, host_row);
+}
+
+// Goes on to the next places if another row was there. Returns the place, and whether the row was entered before.
+__device__ __forceinline__ int settle_place(uint32_t host_row, uint32_t other, int table_bits, const Shared& s, bool& repeated) {
   const uint32_t mask = (1u << table_bits) - 1;
   uint32_t place = (host_row * 2654435769u) >> (32 - table_bits);
-  uint32_t other = atomicCAS(&s.row->keys[place], kNothing, host_row);
   while (other != kNothing && other != host_row) {
     place = (place + 1) & mask;
     other = atomicCAS(&s.row->keys[place], kNothing, host_row);

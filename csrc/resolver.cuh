@@ -174,24 +174,25 @@ __device__ __forceinline__ uint32_t settle_repeats(const ResolveParams& p, const
 // Ranks the misses in entry order and keeps the slots of hits. Ends with a block barrier; returns misses | left << 16.
 template <int kBlocks, int kInFlight, bool kScores>
 __device__ __forceinline__ uint32_t rank_misses(const ResolveParams& p, int table_bits, const Shared& s, const RowWords& words) {
+  uint32_t kept[kScans], other[kScans];
+#pragma unroll
+  for (int u = 0; u < kScans; u++) {  // all atomics that are waited for leave together
+    const bool hit = words.word[u] >= kHit && words.word[u] != kNothing;
+    kept[u] = kNoVictim;
+    if (hit) kept[u] = keep_slot<kScores>(static_cast<int>(words.word[u] & ~kHit), s);
+    if (words.word[u] < kHit) other[u] = enter_miss(words.word[u], table_bits, s);
+  }
   const Ranks ranks = sum_ranks(s);
 #pragma unroll
   for (int u = 0; u < kScans; u++) {
+    if (kept[u] != kNoVictim) atomicAdd(&s.row->histogram[kept[u]], kFullMask);  // one less
     const uint32_t before = ranks.before(u);
-    const int entry = scanned_entry(u);
-    if (words.word[u] < kHit) {
-      const int at = __popc(words.missing[u] & lanes_before());
-      bool repeated;
-      s.row->victim[entry] = static_cast<uint16_t>(enter_miss(words.word[u], table_bits, s, repeated));
-      if (repeated) s.row->counts.duplicates = 1;
-      note_miss(s, entry, words.word[u], before, at, at - loaded_at_once<kBlocks, kInFlight>(p, entry / 32));
-    } else if (words.word[u] != kNothing) {
-      const int slot = static_cast<int>(words.word[u] & ~kHit);
-      if constexpr (kScores)
-        atomicOr(&s.used[slot >> 5], 1u << (slot & 31));
-      else
-        keep_slot(slot, s);
-    }
+    const int entry = scanned_entry(u), at = __popc(words.missing[u] & lanes_before());
+    if (words.word[u] >= kHit) continue;
+    note_miss(s, entry, words.word[u], before, at, at - loaded_at_once<kBlocks, kInFlight>(p, entry / 32));
+    bool repeated;
+    s.row->victim[entry] = static_cast<uint16_t>(settle_place(words.word[u], other[u], table_bits, s, repeated));
+    if (repeated) s.row->counts.duplicates = 1;
   }
   __syncthreads();
   return s.row->counts.duplicates ? settle_repeats<kBlocks, kInFlight>(p, s, words) : ranks.total;

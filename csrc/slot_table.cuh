@@ -98,12 +98,12 @@ __device__ __forceinline__ void table_replace(const ResolveParams& p, uint32_t* 
   const Home homes[2] = {home_of(p, id, 0), home_of(p, id, 1)};
   const uint32_t empty[2] = {entries_equal(table, homes[0].bucket, kNoEntry), entries_equal(table, homes[1].bucket, kNoEntry)};
   if (leaving >= 0) {
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const Home home = home_of(p, static_cast<uint32_t>(leaving), half);
-      const uint32_t places = entries_equal(table, home.bucket, home.pattern | slot);
-      if (places != 0 && storable(p, home.pattern)) table[home.bucket * 8 + (__ffs(static_cast<int>(places)) - 1)] = kNoEntry;
-    }
+    const Home left[2] = {home_of(p, static_cast<uint32_t>(leaving), 0), home_of(p, static_cast<uint32_t>(leaving), 1)};
+    const uint32_t places[2] = {entries_equal(table, left[0].bucket, left[0].pattern | slot), entries_equal(table, left[1].bucket, left[1].pattern | slot)};
+    const int half = places[0] != 0 && storable(p, left[0].pattern) ? 0 : 1;
+    const uint32_t found = half == 0 ? places[0] : storable(p, left[1].pattern) ? places[1] : 0u;
+    const uint32_t bucket = half == 0 ? left[0].bucket : left[1].bucket;
+    if (found != 0) table[bucket * 8 + (__ffs(static_cast<int>(found)) - 1)] = kNoEntry;
   }
   const int emptier = __popc(empty[0]) >= __popc(empty[1]) ? 0 : 1;
 #pragma unroll 1

@@ -92,11 +92,17 @@ __device__ __forceinline__ void count_orders(const ResolveParams& p, const SlotS
 // The order of a slot before the step used any.
 __device__ __forceinline__ uint32_t order_of(int slot, const Shared& s) { return (s.orders[skewed(slot >> 2)] >> (8 * (slot & 3))) & 255u; }
 
-// Takes a slot out of the victims, once however often it is called.
-__device__ __forceinline__ void keep_slot(int slot, const Shared& s) {
-  const int shift = 8 * (slot & 3);
-  const uint32_t order = (atomicOr(&s.orders[skewed(slot >> 2)], kNoVictim << shift) >> shift) & 255u;
-  if (order != kNoVictim) atomicAdd(&s.row->histogram[order], kFullMask);  // one less
+// Takes a slot out of the victims. Returns the order that it was counted under, once however often it is called; else kNoVictim.
+// Where scores decide, nothing was counted.
+template <bool kScores>
+__device__ __forceinline__ uint32_t keep_slot(int slot, const Shared& s) {
+  if constexpr (kScores) {
+    atomicOr(&s.used[slot >> 5], 1u << (slot & 31));
+    return kNoVictim;
+  } else {
+    const int shift = 8 * (slot & 3);
+    return (atomicOr(&s.orders[skewed(slot >> 2)], kNoVictim << shift) >> shift) & 255u;
+  }
 }
 
 struct Threshold {
