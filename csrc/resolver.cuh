@@ -42,7 +42,7 @@ __device__ __forceinline__ void request_lease(const ResolveParams& p, const int3
   commit_copies();
 }
 
-// Looks the wanted entries up. The lease and the cleared shared memory are ready behind its barrier.
+// Looks the wanted entries up. Lease, stamps and cleared shared memory are ready behind its barrier.
 template <int kBlocks, bool kScores>
 __device__ __forceinline__ void find_hot(const ResolveParams& p, const SlotState& state, const Shared& s, Entries<kBlocks>& e) {
   constexpr int kAtOnce = e.kCount == 2 ? 2 : 1;
@@ -52,7 +52,7 @@ __device__ __forceinline__ void find_hot(const ResolveParams& p, const SlotState
   for (int u = 0; u < kAtOnce; u++) views[u].load(p, table, !state.stale(), static_cast<int32_t>(e.word[u]));
   if constexpr (!kScores) request_stamps(p, state.slot, s);
   commit_copies();
-  wait_for_copies<1>();  // the lease
+  wait_for_copies<0>();  // of every thread, before this block tells others anything: then they may write stamps
   __syncthreads();
 #pragma unroll
   for (int first = 0; first < e.kCount; first += kAtOnce) {
@@ -312,10 +312,7 @@ __global__ void __launch_bounds__(kResolveThreads, 2) resolve_kernel(const __gri
     if (e.word[u] >= kHit && e.word[u] != kNothing) e.row[u] = hot_row(s.hot_pages, static_cast<int>(e.word[u] & ~kHit), p.page_shift);
   }
   store_rows(p, row, block, e);
-  if constexpr (!kScores) {  // while words travel
-    wait_for_copies<kInFlight>();
-    count_orders(p, state, s);
-  }
+  if constexpr (!kScores) count_orders(p, state, s);  // while words travel
   receive_words<kBlocks>(s);
   if (p.copy_method == kCopyLookup) return;
 
