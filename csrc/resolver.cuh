@@ -192,7 +192,7 @@ __device__ __forceinline__ uint32_t rank_misses(const ResolveParams& p, int tabl
     note_miss(s, entry, words.word[u], before, at, at - loaded_at_once<kBlocks, kInFlight>(p, entry / 32));
     bool repeated;
     s.row->victim[entry] = static_cast<uint16_t>(settle_place(words.word[u], other[u], table_bits, s, repeated));
-    if (repeated) s.row->counts.duplicates = 1;
+    if (repeated) atomicOr(&s.row->counts.duplicates, 1);
   }
   __syncthreads();
   return s.row->counts.duplicates ? settle_repeats<kBlocks, kInFlight>(p, s, words) : ranks.total;
