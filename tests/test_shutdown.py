@@ -107,3 +107,22 @@ def test_other_threads_leave_signals_alone() -> None:
     thread.start()
     thread.join()
     assert not failures and signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_part_that_fails_keeps_no_memory_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: host memory is released whatever goes wrong before. Method: copies cannot be waited for, statistics not written."""
+    from runtime_world import make_world
+
+    def fail() -> None:
+        raise OSError("no space left")
+
+    closed: list[str] = []
+    with make_world() as world:
+        runtime = world.runtime
+        monkeypatch.setattr(runtime, "stats", SimpleNamespace(close=fail))
+        monkeypatch.setattr(runtime, "recorder", SimpleNamespace(close=lambda: closed.append("recorder")))
+        monkeypatch.setattr(runtime.worker, "drain", fail)
+        with pytest.raises(OSError, match="no space left"):
+            runtime.destroy()
+        assert runtime.mem_pool_host.kv_buffer is None and closed == ["recorder"]
+        monkeypatch.undo()

@@ -59,7 +59,9 @@ def test_without_a_ledger_each_divides_what_it_sees(monkeypatch: pytest.MonkeyPa
     assert share_of(monkeypatch, 210, dp_size=1) == 200
 
 
-@pytest.mark.parametrize(("flags", "per_host"), [({}, 2), ({"dp_size": 2}, 4), ({"dp_size": 2, "enable_dp_attention": True}, 2)])
+@pytest.mark.parametrize(
+    ("flags", "per_host"), [({}, 2), ({"dp_size": 2}, 4), ({"dp_size": 2, "enable_dp_attention": True}, 2)]
+)
 def test_only_replicas_multiply_the_ranks(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flags: dict[str, Any], per_host: int
 ) -> None:
@@ -72,7 +74,9 @@ def test_only_replicas_multiply_the_ranks(
     arguments = build_server_args(tmp_path, config)
     monkeypatch.setattr(sizing, "ranks_per_host", lambda: get_parallel().launch_world_size)
     dp_rank = 1 if flags else None
-    with use_context(create_context(arguments, role="scheduler", ranks=SpawnRanks(world_rank=1, dp_rank=dp_rank, gpu_id=0))):
+    with use_context(
+        create_context(arguments, role="scheduler", ranks=SpawnRanks(world_rank=1, dp_rank=dp_rank, gpu_id=0))
+    ):
         assert sizing.ranks_on_host() == per_host
         monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
         monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)
