@@ -11,7 +11,9 @@ import contextlib
 import hashlib
 import json
 import os
+import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +22,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import zmq
 
 RANKS = 2
 PAGE = 64
@@ -58,6 +61,7 @@ class Trace:
     """A file with one line of decisions a step; `told` of the last line says how the life ended."""
 
     def __init__(self, path: Path) -> None:
+        self.path = path
         self._file = path.open("w")
 
     def step(self, engine: Any, count: int = 1) -> None:
@@ -204,8 +208,6 @@ def storage_of_two_speeds(rank: int, port: int, trace: Trace) -> None:
 
 
 def _slowed(call: Callable[..., Any], seconds: float) -> Callable[..., Any]:
-    import time
-
     def slow(*args: Any) -> Any:
         time.sleep(seconds)
         return call(*args)
@@ -215,8 +217,6 @@ def _slowed(call: Callable[..., Any], seconds: float) -> Callable[..., Any]:
 
 def _step_until(engine: Any, group: Any, holds: Callable[[], bool], most: int = 4000) -> None:
     """Step both ranks alike until it holds on both: threads work beside the scheduler here, and take their time."""
-    import time
-
     import torch
 
     for _ in range(most):
@@ -245,6 +245,86 @@ def questions_while_copies_run(rank: int, port: int, trace: Trace) -> None:
                 engine._inbox.append(FlushCacheReqInput(timeout_s=30.0))
 
 
+def told_to_end(rank: int, port: int, trace: Trace, *, alone: bool = False) -> None:
+    """SGLang's own process function and request receiver; SIGTERM to the second rank, and later to the first.
+
+    alone True: each rank obeys its own signal, which must be seen to end one of them by a failure.
+    """
+    settings = {"storage_backend": "file", "record_file": str(trace.path.with_suffix(".recording"))}
+    with engine_of(rank, port, settings, device_tokens=48 * PAGE, served_model_name="told-to-end") as engine:
+        storage, scheduler = engine.coordinator.storage, engine.scheduler
+        storage.loader._store.put = _slowed(storage.loader._store.put, 0.1)
+        rng = np.random.default_rng(16)
+        for _ in range(3):
+            engine.submit(rng.integers(10, 1000, 9 * PAGE + 7).tolist(), 600)
+        if alone:
+            signal.signal(signal.SIGTERM, lambda *_: setattr(scheduler, "gracefully_exit", True))
+        told = _run_as_a_process(engine, signal_at=30 if rank else 60)
+        trace.write({"told": {**told, **storage.counters()}})
+        engine._stack.pop_all()  # its process groups are gone
+
+
+def each_told_to_end_alone(rank: int, port: int, trace: Trace) -> None:
+    """See `told_to_end`."""
+    told_to_end(rank, port, trace, alone=True)
+
+
+def told_to_end_with_dp_attention(rank: int, port: int, trace: Trace) -> None:
+    """`told_to_end` on an idle server whose ranks have an attention each: SGLang broadcasts control messages alone to both."""
+    flags = {"dp_size": RANKS, "enable_dp_attention": True}
+    with (
+        mock.patch("sglang.srt.server_args.wait_port_available", lambda *args, **kwargs: None),  # the other rank has it
+        engine_of(rank, port, {}, device_tokens=48 * PAGE, **flags) as engine,
+    ):
+        trace.write({"told": _run_as_a_process(engine, signal_at=30 if rank else 60)})
+        engine._stack.pop_all()  # its process groups are gone
+
+
+def _run_as_a_process(engine: Any, signal_at: int) -> dict[str, Any]:
+    """SGLang's `run_scheduler_process` on the engine's scheduler, which gets SIGTERM in this iteration of its loop."""
+    import torch
+    from sglang.srt.managers import scheduler as module
+    from sglang.srt.managers.scheduler_components import request_receiver
+
+    scheduler, runtime = engine.scheduler, engine.coordinator
+    told: dict[str, Any] = {"iterations": 0, "failed": "", "backlog": 0}
+    parent = SimpleNamespace(send_signal=lambda number: told.update(failed=f"signal {number} to the launcher"))
+    inbox, engine._inbox = engine._inbox, []
+
+    def receive(channel: Any, flags: int) -> Any:
+        if not inbox:
+            raise zmq.Again
+        return inbox.pop(0)
+
+    ingest = scheduler.ingest_requests
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        told["iterations"] += 1
+        if told["iterations"] == signal_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return ingest(*args, **kwargs)
+
+    def begin() -> None:
+        module.dispatch_event_loop(scheduler)
+        publisher = runtime.storage and runtime.storage.publisher
+        told["backlog"] = publisher.backlog if publisher else 0
+
+    scheduler.init_request_receiver()
+    scheduler.gracefully_exit = False
+    scheduler.ingest_requests, scheduler.run_event_loop = counted, begin
+    scheduler.get_init_info = dict
+    with (
+        mock.patch.object(module, "Scheduler", lambda *args: scheduler),
+        mock.patch.object(module, "publish", lambda *args, **kwargs: None),
+        mock.patch.object(module, "configure_scheduler_process", lambda *args, **kwargs: None),
+        mock.patch.object(module.psutil, "Process", lambda: SimpleNamespace(parent=lambda: parent)),
+        mock.patch.object(request_receiver, "sock_recv", receive),
+    ):
+        writer = SimpleNamespace(send=lambda info: None)
+        module.run_scheduler_process(scheduler.server_args, None, 0, torch.distributed.get_rank(), 0, None, writer)
+    return {**told, "released": runtime.mem_pool_host.kv_buffer is None, "forwards": runtime.residency.step}
+
+
 LIVES: dict[str, Callable[[int, int, Trace], None]] = {
     life.__name__: life
     for life in (
@@ -255,6 +335,9 @@ LIVES: dict[str, Callable[[int, int, Trace], None]] = {
         a_gate_on_each_rank,
         storage_of_two_speeds,
         questions_while_copies_run,
+        told_to_end,
+        told_to_end_with_dp_attention,
+        each_told_to_end_alone,
     )
 }
 

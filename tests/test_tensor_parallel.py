@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -128,3 +129,38 @@ def test_storage_gives_all_ranks_the_same_prefix(traces: dict[str, list[Lines]])
     assert first["cached"] == second["cached"] == [9 * PAGE] * 3
     assert first["storage_pages_published"] == 27 and second["storage_pages_published"] == 0
     assert first["storage_pages_loaded"] == second["storage_pages_loaded"] == 27
+
+
+def test_one_signal_ends_all_ranks_in_one_iteration(traces: dict[str, list[Lines]]) -> None:
+    """Goal: SIGTERM ends no rank alone, and none while another writes. Method: SGLang's process function; a slow storage."""
+    from sglang_hisparse.recording.reader import read_recording
+
+    first, second = (lines[-1]["told"] for lines in _without_error(traces["told_to_end"]))
+    assert first["iterations"] == second["iterations"] == 60, "the second rank was told at 30, the first at 60"
+    assert first["failed"] == second["failed"] == "" and first["released"] and second["released"]
+    assert first["forwards"] == second["forwards"] > 50
+    assert first["backlog"] > 9 and first["storage_pages_published"] == 27 and first["storage_pages_dropped"] == 0
+    folder = Path(traces["folder"][0][0]["path"])
+    assert len(read_recording(folder / "told_to_end.recording").steps) > 20
+    assert not (folder / "told_to_end.rank1.recording").exists()
+
+
+def test_with_dp_attention_too(traces: dict[str, list[Lines]]) -> None:
+    """Goal: the end reaches ranks that share no requests. Method: the same while idle, two attention ranks in one world."""
+    first, second = (lines[-1]["told"] for lines in _without_error(traces["told_to_end_with_dp_attention"]))
+    assert first["iterations"] == second["iterations"] == 60
+    assert first["failed"] == second["failed"] == "" and first["released"] and second["released"]
+
+
+def test_ranks_that_end_alone_would_fail(traces: dict[str, list[Lines]]) -> None:
+    """Goal: the tests above can fail. Method: each rank leaves its loop by its own signal."""
+    first, second = (lines[-1]["told"] for lines in _without_error(traces["each_told_to_end_alone"]))
+    assert second["iterations"] == 30 and second["released"] and not second["failed"]
+    assert first["failed"] == f"signal {int(signal.SIGQUIT)} to the launcher" and not first["released"]
+
+
+def _without_error(ranks: list[Lines]) -> list[Lines]:
+    for lines in ranks:
+        assert lines, "a rank has left no trace"
+        assert "error" not in lines[-1], lines[-1]["error"]
+    return ranks
