@@ -145,9 +145,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--port", type=int, default=30000)
     parser.add_argument("--start-timeout", type=float, default=240.0)
     parser.add_argument("--request-timeout", type=float, default=200.0)
-    parser.add_argument("--site", default=Paths.site)
-    parser.add_argument("--plugin", default=Paths.plugin)
-    parser.add_argument("--cache", default=Paths.cache)
+    parser.add_argument("--site", default="/opt/site", help="folder with SGLang")
+    parser.add_argument("--plugin", default="/opt/plugin", help="folder with sglang-hisparse installed")
+    parser.add_argument("--cache", default="/opt/cache", help="folder of compiled kernels")
     parser.add_argument("--commit", default=current_commit())
     return parser.parse_args(argv)
 

@@ -53,6 +53,10 @@ class _Times:
     ended: Any
     fetches: list[tuple[Any, Any]] = field(default_factory=list)
 
+    @property
+    def have_passed(self) -> bool:
+        return self.ended.query() and all(stop.query() for _, stop in self.fetches)
+
 
 class PrefixStream:
     """Scratch and page table of the streamed extend. `table` int32 [logical pages + 1]: logical page -> scratch page, 0: not
@@ -208,7 +212,7 @@ class PrefixStream:
 
     def _measure(self) -> None:
         """Add up the times of the extends that have run; waits for none."""
-        while self._measured and self._measured[0].ended.query():
+        while self._measured and self._measured[0].have_passed:
             times = self._measured.popleft()
             self._counts["forward_us"] += int(times.begun.elapsed_time(times.ended) * 1000)
             self._counts["link_us"] += int(sum(start.elapsed_time(stop) for start, stop in times.fetches) * 1000)
