@@ -27,8 +27,7 @@ template <int kBlocks, int kPasses, bool kScores>
 cudaError_t launch(const ResolveParams& params, const DeviceLimits& limits, cudaStream_t stream) {
   const auto kernel = resolve_kernel<kBlocks, kPasses, kScores>;
   const int table_bits = table_bits_for(params.k);
-  const int ring_bytes = ring_bytes_of(in_flight(kBlocks, kScores), kPasses);
-  const int64_t shared_bytes = resolver_shared_bytes(params.buffer_size, params.num_hot_pages, ring_bytes) +
+  const int64_t shared_bytes = resolver_shared_bytes(params.buffer_size, params.num_hot_pages) +
                                (params.scores == nullptr ? 0 : score_shared_bytes(params.buffer_size));
   if (shared_bytes > limits.shared_bytes) return cudaErrorInvalidValue;
   // Idempotent and cheap; must be repeated per device, so it is simply repeated.

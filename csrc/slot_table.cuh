@@ -92,21 +92,12 @@ __device__ __forceinline__ uint32_t entries_equal(const uint32_t* table, uint32_
   return bits;
 }
 
-// Puts `id` into the table and takes `leaving` out, -1 for none. Only this thread does either. What is taken out is read before
-// anything is put in, so that one wait serves both.
-__device__ __forceinline__ void table_replace(const ResolveParams& p, uint32_t* table, uint32_t id, int32_t leaving, uint32_t slot) {
+// The id is not in the table, and only this thread puts it there.
+__device__ __forceinline__ void table_insert(const ResolveParams& p, uint32_t* table, uint32_t id, uint32_t slot) {
   const Home homes[2] = {home_of(p, id, 0), home_of(p, id, 1)};
   const uint32_t empty[2] = {entries_equal(table, homes[0].bucket, kNoEntry), entries_equal(table, homes[1].bucket, kNoEntry)};
-  if (leaving >= 0) {
-    const Home left[2] = {home_of(p, static_cast<uint32_t>(leaving), 0), home_of(p, static_cast<uint32_t>(leaving), 1)};
-    const uint32_t places[2] = {entries_equal(table, left[0].bucket, left[0].pattern | slot), entries_equal(table, left[1].bucket, left[1].pattern | slot)};
-    const int half = places[0] != 0 && storable(p, left[0].pattern) ? 0 : 1;
-    const uint32_t found = half == 0 ? places[0] : storable(p, left[1].pattern) ? places[1] : 0u;
-    const uint32_t bucket = half == 0 ? left[0].bucket : left[1].bucket;
-    if (found != 0) table[bucket * 8 + (__ffs(static_cast<int>(found)) - 1)] = kNoEntry;
-  }
   const int emptier = __popc(empty[0]) >= __popc(empty[1]) ? 0 : 1;
-#pragma unroll 1
+#pragma unroll
   for (int attempt = 0; attempt < 2; attempt++) {
     const bool second = (attempt ^ emptier) != 0;
     const Home home = second ? homes[1] : homes[0];
@@ -115,6 +106,16 @@ __device__ __forceinline__ void table_replace(const ResolveParams& p, uint32_t* 
       uint32_t* place = table + home.bucket * 8 + (__ffs(static_cast<int>(places)) - 1);
       if (atomicCAS(place, kNoEntry, home.pattern | slot) == kNoEntry) return;
     }
+  }
+}
+
+// Only this thread takes the id out.
+__device__ __forceinline__ void table_erase(const ResolveParams& p, uint32_t* table, uint32_t id, uint32_t slot) {
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const Home home = home_of(p, id, half);
+    const uint32_t places = entries_equal(table, home.bucket, home.pattern | slot);
+    if (places != 0 && storable(p, home.pattern)) table[home.bucket * 8 + (__ffs(static_cast<int>(places)) - 1)] = kNoEntry;
   }
 }
 

@@ -68,7 +68,6 @@ struct Fiber {
   Block* block = nullptr;
   Index thread;
   uint64_t cluster_generation = 0;
-  std::vector<std::vector<std::function<void()>>> copies{1};  // asynchronous ones, in groups
   bool finished = false;
 };
 
@@ -281,22 +280,15 @@ inline void cluster_wait() {
   while (emulation::current->cluster->barrier.generation == emulation::current->cluster_generation) emulation::yield();
 }
 inline void wait_for_previous_kernel() {}
+inline void copy_word_async(uint32_t* target, const uint32_t* source) { *target = *source; }
+inline void wait_for_words() {}
 inline int4 load_host(const int4* address) { return *address; }
 inline void launch_next_kernel() {}
-// Copies happen as late as they may: when their group is waited for.
 template <typename T>
-void copy_async(T* target, const T* source) {
-  emulation::current->copies.back().push_back([target, source] { *target = *source; });
+void copy_to_shared(T* target, const T* source) {
+  *target = *source;
 }
-inline void commit_copies() { emulation::current->copies.emplace_back(); }
-template <int kYounger>
-void wait_for_copies() {
-  auto& groups = emulation::current->copies;  // the last is not committed yet
-  while (groups.size() > kYounger + 1) {
-    for (const auto& copy : groups.front()) copy();
-    groups.erase(groups.begin());
-  }
-}
+inline void wait_for_copies_to_shared() {}
 inline void barrier_expect(uint64_t* barrier, uint32_t bytes) { *barrier = bytes; }
 inline void barrier_wait(uint64_t* barrier, uint32_t) {
   while (*barrier != 0) emulation::yield();

@@ -12,7 +12,7 @@ uint64_t launches = 0;  // seeds the order of threads: it differs from call to c
 template <int kBlocks, int kPasses, bool kScores>
 void launch(const ResolveParams& params) {
   const int table_bits = table_bits_for(params.k);
-  const size_t shared = resolver_shared_bytes(params.buffer_size, params.num_hot_pages, ring_bytes_of(in_flight(kBlocks, kScores), kPasses)) +
+  const size_t shared = resolver_shared_bytes(params.buffer_size, params.num_hot_pages) +
                               (params.scores == nullptr ? 0 : score_shared_bytes(params.buffer_size));
   for (int row = 0; row < params.rows; row++)
     emulation::run_cluster(kBlocks, params.rows, row, kResolveThreads, shared, ++launches,
