@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
 """Prompts longer than the device pool, and next turns over prefixes that lie on the host, against plain SGLang, on one GPU.
 
-It starts two servers side by side: plain SGLang with a pool that holds every prompt, and ours with a pool that does not. Tokens
-must be identical; what streaming costs is set beside the link's floor. Writes streaming_h200.json into --out.
+It starts two servers side by side: plain SGLang with a pool that holds every prompt, and ours with a pool that does not. Plain
+answers every prompt --plain-runs times: where it does not agree with itself (ties among index scores are broken by chance, and
+there are more of them the longer the prompt), nothing can be said of ours; tokens of all other prompts must be identical. What
+streaming costs is set beside the link's floor. Writes streaming_h200.json into --out.
 
   long       one prompt of --long tokens by itself, three times the pool
   together   the same and two more of that length with short ones, all at once
@@ -31,6 +33,8 @@ class Case:
     case: str
     prompts: int
     identical: int
+    plain_with_itself: int
+    differing_where_plain_agrees: int
     ttft_s: float
     plain_ttft_s: float
     cached_tokens: int
@@ -63,15 +67,21 @@ class Comparison:
         self._counts = settled_counters(self.ours)
 
     def run(self, case: str, prompts: Sequence[list[int]], concurrency: int) -> list[Reply]:
-        """Plain one at a time, ours `concurrency` at a time; returns ours."""
+        """Plain one at a time, several times over, ours `concurrency` at a time; returns ours."""
         args = self.args
         expected = send(self.plain.url, prompts, args.output, 1, args.request_timeout)
+        agrees = [True] * len(prompts)
+        for _ in range(args.plain_runs - 1):
+            self.plain.flush()
+            again = compare([reply.tokens for reply in expected], send(self.plain.url, prompts, args.output, 1, args.request_timeout))
+            agrees = [held and place is None for held, place in zip(agrees, again.first_difference, strict=True)]
         replies = send(self.ours.url, prompts, args.output, concurrency, args.request_timeout)
         for server in (self.plain, self.ours):
             server.check_alive()
         before, self._counts = self._counts, settled_counters(self.ours)
         gained = {name: count - before.get(name, 0) for name, count in self._counts.items()}
         result = compare([reply.tokens for reply in expected], replies)
+        wrong = sum(held and place is not None for held, place in zip(agrees, result.first_difference, strict=True))
         answered = [reply for reply in replies if reply.arrivals]
         extends = max(gained.get("streamed_extends", 0), 1)
         host_gb = gained.get("streamed_host_bytes", 0) / 1e9
@@ -79,6 +89,8 @@ class Comparison:
             case=case,
             prompts=result.prompts,
             identical=result.identical,
+            plain_with_itself=sum(agrees),
+            differing_where_plain_agrees=wrong,
             ttft_s=round(sum(reply.ttft_s for reply in answered) / max(len(answered), 1), 4),
             plain_ttft_s=round(sum(r.ttft_s for r in expected if r.arrivals) / len(expected), 4),
             cached_tokens=sum(reply.cached_tokens for reply in replies),
@@ -94,7 +106,7 @@ class Comparison:
         )
         self.cases.append(done)
         print(f"[{case}] {result.text()}; {asdict(done)}", flush=True)
-        self.demand(result.identical == result.prompts and not result.failures, f"{case}: tokens as plain's")
+        self.demand(not wrong and not result.failures, f"{case}: tokens as plain's, where plain agrees with itself ({sum(agrees)})")
         self.demand(not done.errors and not done.mismatches, f"{case}: no row refused or wrong")
         return replies
 
@@ -137,6 +149,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--logs", type=pathlib.Path, default=pathlib.Path("/tmp/sglang-logs"))
     parser.add_argument("--pool-tokens", type=int, default=40_000, help="device pool of ours")
     parser.add_argument("--plain-tokens", type=int, default=200_000, help="pool of plain, which holds each prompt")
+    parser.add_argument("--plain-runs", type=int, default=3, help="times that plain answers each prompt")
     parser.add_argument("--long", type=int, default=120_000)
     parser.add_argument("--history", type=int, default=15_000)
     parser.add_argument("--histories", type=int, default=6)
