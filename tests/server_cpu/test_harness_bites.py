@@ -14,6 +14,8 @@ from harness.engine import Engine, make_scheduler  # noqa: E402
 from harness.fake_model import WrongRowError  # noqa: E402
 from harness.scenarios import random_life  # noqa: E402
 
+# Outputs long enough that pages written while decoding leave the tail.
+LIFE = {"seed": 11, "num_events": 100, "max_new": 300}
 CONFIG = {"top_k": 128, "device_buffer_size": 256, "host_to_device_ratio": 4}
 
 
@@ -86,13 +88,13 @@ def test_damage_is_noticed(damage: Callable[[Engine], None]) -> None:
     with make_scheduler(CONFIG, device_tokens=1536, overlap=True, index_topk_freq=2, link_seed=5) as engine:
         damage(engine)
         with pytest.raises(WrongRowError):
-            random_life(engine, seed=11, num_events=150)
+            random_life(engine, **LIFE)
 
 
 def test_same_life_passes_whole() -> None:
     """Goal: the alarms above come from the damage. Method: the undamaged engine lives the same life."""
     with make_scheduler(CONFIG, device_tokens=1536, overlap=True, index_topk_freq=2, link_seed=5) as engine:
-        handles = random_life(engine, seed=11, num_events=150)
+        handles = random_life(engine, **LIFE)
         assert all(handle.finished for handle in handles)
         assert engine.coordinator.residency.counters.pages_promoted > 0
         assert engine.link is not None and engine.link.num_waited > 0
