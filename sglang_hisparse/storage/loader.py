@@ -82,7 +82,7 @@ class Loader:
     def close(self) -> None:
         """End the threads after their work, which the caller has stopped."""
         self._queue.put(None)
-        self._thread.join(timeout=5)
+        self._thread.join(timeout=2)
         self._readers.shutdown(wait=False, cancel_futures=True)
 
     # -- on its own thread ------------------------------------------------------------------------------------------

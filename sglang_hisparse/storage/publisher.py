@@ -145,7 +145,7 @@ class Publisher:
     def close(self) -> None:
         """End the thread after its batch; the caller has closed the page bytes, so it copies nothing more."""
         self._queue.put(None)
-        self._thread.join(timeout=5)
+        self._thread.join(timeout=2)
 
     # -- on its own thread ------------------------------------------------------------------------------------------
 

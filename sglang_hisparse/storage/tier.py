@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 #: memory for index-K on its way down, and the pages of one batch at most
 BATCH_BYTES, BATCH_PAGES = 32 << 20, 32
 #: at shutdown, pages that are complete are published for at most this long
-DRAIN_SECONDS = 10.0
+DRAIN_SECONDS = 5.0
 
 
 class StorageTier:
