@@ -255,12 +255,16 @@ def test_two_ranks_decide_alike_though_their_clocks_differ() -> None:
 
 RANK = """
 import sys, torch
-from sglang_hisparse.admission_view import is_first, share_of
+from sglang_hisparse.admission_view import share_of
+from sglang_hisparse.ranks import is_first
 torch.distributed.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=int(sys.argv[2]), world_size=2)
 group = torch.distributed.new_group([0, 1], backend="gloo")
 share = share_of(group)
 for round in range(3):
-    print(*share((0.1 + round, 2.0, 1 / 3, 1e-9) if is_first(group) else None))
+    print(*share((0.1 + round, 2.0, 1 / 3, 1e-9) if is_first(group) else None), flush=True)
+# Gloo's threads end the process with an error where the interpreter ends under them.
+torch.distributed.barrier()
+torch.distributed.destroy_process_group()
 """
 
 
