@@ -31,7 +31,7 @@ from serving.client import random_prompts, send
 from serving.fidelity import growth
 from serving.fleet import Member, Pool, dry_run, fleet, hisparse_pool, member, plain_pool
 from serving.results import AGENT_IDENTITY, AGENT_KEYS, current_commit, read_document, update, versions
-from serving.server import Paths, Server, ServerError, ServerSpec
+from serving.server import Paths, Server, ServerError, ServerSpec, add_place_arguments
 
 # In the order in which they are measured; SGLang's own HiSparse refuses to run with the prefix cache.
 SYSTEMS = {
@@ -305,9 +305,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--commit", default=current_commit(), help="default: HEAD of this repository")
     parser.add_argument("--seed", type=int, default=17)
     parser.add_argument("--port", type=int, default=30000, help="of the first server; each takes ten")
-    parser.add_argument("--site", default="/opt/site", help="folder with SGLang")
-    parser.add_argument("--plugin", default="/opt/plugin", help="folder with sglang-hisparse installed")
-    parser.add_argument("--cache", default="/opt/cache", help="folder of compiled kernels")
+    add_place_arguments(parser)
     parser.add_argument(
         "--dry-run", action="store_true", help="print the servers' commands and the setting, start nothing"
     )

@@ -27,7 +27,7 @@ from serving.client import Reply, Timing, random_prompts, send, summarise
 from serving.fidelity import growth, settled_counters
 from serving.fleet import Member, Pool, dry_run, fleet, hisparse_pool, member, plain_pool
 from serving.results import SERVING_IDENTITY, SERVING_KEYS, current_commit, read_document, update, versions
-from serving.server import Paths, Server, ServerError, ServerSpec
+from serving.server import Paths, Server, ServerError, ServerSpec, add_place_arguments
 
 # SGLang's own HiSparse refuses to run with the prefix cache.
 SYSTEMS = {
@@ -255,9 +255,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--start-timeout", type=float, default=240.0)
     parser.add_argument("--request-timeout", type=float, default=150.0)
     parser.add_argument("--port", type=int, default=30000, help="of the first server; each takes ten")
-    parser.add_argument("--site", default="/opt/site", help="folder with SGLang")
-    parser.add_argument("--plugin", default="/opt/plugin", help="folder with sglang-hisparse installed")
-    parser.add_argument("--cache", default="/opt/cache", help="folder of compiled kernels")
+    add_place_arguments(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the servers' commands and pools, start nothing")
     args = parser.parse_args(argv)
     args.command = shlex.join(["python3", "scripts/bench_serving.py", *(sys.argv[1:] if argv is None else argv)])

@@ -6,12 +6,24 @@ Imported by bench_resolver. Either is left out where it cannot be loaded; neithe
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from resolver_workload import PAGE, STEPS, Workload, captured, median_us
+from resolver_workload import PAGE, STEPS, Case, Workload, captured, median_us
 
 Timed = tuple[float, bool] | None
+
+
+def _time(name: str, case: Case, prepare: Callable[[], None], call: Callable[[int], None]) -> float | None:
+    """Median us a call, replayed from a graph; None, and a line that says so, where it refuses the size."""
+    try:
+        prepare()
+        run = captured(call)
+    except RuntimeError as error:
+        print(f"{name} left out at {case}: {str(error).splitlines()[0]}", file=sys.stderr)
+        return None
+    return median_us(run, prepare, STEPS)
 
 
 def time_builtin(work: Workload) -> Timed:
@@ -60,13 +72,8 @@ def time_builtin(work: Workload) -> Timed:
         work.fill_hot()
         device[: work.device.shape[0]] = work.device
 
-    try:
-        prepare()
-        run = captured(call)
-    except RuntimeError as error:
-        print(f"built-in left out at {case}: {str(error).splitlines()[0]}", file=sys.stderr)
+    if (took := _time("built-in", case, prepare, call)) is None:
         return None
-    took = median_us(run, prepare, STEPS)
     return took, torch.equal(device[out.flatten().long()], work.home_of(STEPS - 1))
 
 
@@ -113,11 +120,6 @@ def time_vllm(work: Workload, most_rows: int) -> Timed:
         order.copy_(order0)
         work.fill_hot()
 
-    try:
-        prepare()
-        run = captured(call)
-    except RuntimeError as error:
-        print(f"vLLM left out at {case}: {str(error).splitlines()[0]}", file=sys.stderr)
+    if (took := _time("vLLM", case, prepare, call)) is None:
         return None
-    took = median_us(run, prepare, STEPS)
     return took, work.correct(STEPS - 1, out)

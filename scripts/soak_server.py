@@ -31,7 +31,7 @@ from serving.client import Reply, random_prompts, send
 from serving.fidelity import compare, growth, settled_counters
 from serving.fleet import Member, dry_run, fleet, hisparse_pool, member, plain_pool
 from serving.results import current_commit, read_document, versions, write_json
-from serving.server import Paths, Server, ServerSpec
+from serving.server import Paths, Server, ServerSpec, add_place_arguments
 from serving.soak_load import Load, Mix, Tally, Texts
 
 EXIT_SECONDS = 30.0
@@ -335,9 +335,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=23)
     parser.add_argument("--start-timeout", type=float, default=300.0)
     parser.add_argument("--port", type=int, default=30000)
-    parser.add_argument("--site", default="/opt/site", help="folder with SGLang")
-    parser.add_argument("--plugin", default="/opt/plugin", help="folder with sglang-hisparse installed")
-    parser.add_argument("--cache", default="/opt/cache", help="folder of compiled kernels")
+    add_place_arguments(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the servers' commands, start nothing")
     args = parser.parse_args(argv)
     args.command = shlex.join(["python3", "scripts/soak_server.py", *argv])

@@ -31,7 +31,7 @@ from serving.fidelity import Comparison, PlainOutputs, compare, growth, settled_
 from serving.fleet import FLEET_MEM_FRACTION, Member, fleet
 from serving.ranks import disagreements
 from serving.results import FIDELITY_IDENTITY, FIDELITY_KEYS, current_commit, update, versions
-from serving.server import Limits, Paths, Server, ServerError, ServerSpec, running
+from serving.server import Limits, Paths, Server, ServerError, ServerSpec, add_place_arguments, running
 
 AUDIT = {"SGLANG_HISPARSE_AUDIT": "1"}
 SPECS = {
@@ -300,9 +300,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--start-timeout", type=float, default=240.0)
     parser.add_argument("--request-timeout", type=float, default=180.0)
     parser.add_argument("--port", type=int, default=30000)
-    parser.add_argument("--site", default="/opt/site", help="folder with SGLang")
-    parser.add_argument("--plugin", default="/opt/plugin", help="folder with sglang-hisparse installed")
-    parser.add_argument("--cache", default="/opt/cache", help="folder of compiled kernels")
+    add_place_arguments(parser)
     args = parser.parse_args(argv)
     unknown = [phase for phase in args.phases.split(",") if phase not in PHASES]
     if unknown:

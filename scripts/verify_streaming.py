@@ -21,7 +21,7 @@ from serving.client import Reply, random_prompts, send
 from serving.fidelity import compare, settled_counters
 from serving.fleet import FLEET_MEM_FRACTION, Member, fleet
 from serving.results import current_commit, versions, write_json
-from serving.server import Limits, Paths, Server, ServerError, ServerSpec
+from serving.server import Limits, Paths, Server, ServerError, ServerSpec, add_place_arguments
 
 LINK_GBPS = 50.0  # what a large copy reaches on the links that the figures are meant for
 
@@ -158,9 +158,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--port", type=int, default=30000)
     parser.add_argument("--start-timeout", type=float, default=240.0)
     parser.add_argument("--request-timeout", type=float, default=200.0)
-    parser.add_argument("--site", default="/opt/site", help="folder with SGLang")
-    parser.add_argument("--plugin", default="/opt/plugin", help="folder with sglang-hisparse installed")
-    parser.add_argument("--cache", default="/opt/cache", help="folder of compiled kernels")
+    add_place_arguments(parser)
     parser.add_argument("--commit", default=current_commit())
     return parser.parse_args(argv)
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from serving.client import random_prompts, send
 from serving.results import current_commit, versions, write_json
-from serving.server import Limits, Paths, Server, ServerError, ServerSpec, running
+from serving.server import Limits, Paths, Server, ServerError, ServerSpec, add_place_arguments, running
 from tool_checks import Check, Scrape, check_log, check_metrics, check_recording, peaks, read_scrape, totals
 
 SERVER_ARGS = ("--enable-metrics", "--log-level", "info", "--decode-log-interval", "20")
@@ -250,9 +250,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--replay-device", default="cuda")
     parser.add_argument("--start-timeout", type=float, default=240.0)
     parser.add_argument("--port", type=int, default=30600)
-    parser.add_argument("--site", default="/opt/site", help="folder with SGLang")
-    parser.add_argument("--plugin", default="/opt/plugin", help="folder with sglang-hisparse installed")
-    parser.add_argument("--cache", default="/opt/cache", help="folder of compiled kernels")
+    add_place_arguments(parser)
     args = parser.parse_args(argv)
     unknown = [part for part in args.parts.split(",") if part not in PARTS]
     if unknown:

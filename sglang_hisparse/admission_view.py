@@ -20,6 +20,7 @@ from sglang_hisparse import settings
 from sglang_hisparse.admission import PRIOR_MISSES, AdmissionGate, Pool, StepFigures, StepModel
 from sglang_hisparse.config import Admission
 from sglang_hisparse.kernels.page_copy import Direction, copy_pages
+from sglang_hisparse.ranks import is_first, is_one_of_several
 from sglang_hisparse.residency import PageState, ResidencyCoordinator
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def time_link(runtime: HiSparseRuntime) -> float:
 
 def share_of(group: torch.distributed.ProcessGroup | None) -> Callable[[Sequence[float] | None], Sequence[float]]:
     """How the ranks of a CPU group get what the first of them passes in; all of them call it at the same step."""
-    if group is None or torch.distributed.get_world_size(group=group) == 1:
+    if not is_one_of_several(group):
         return lambda figures: figures
     first = torch.distributed.get_global_rank(group, 0)
     count = len(fields(StepFigures))
@@ -95,10 +96,6 @@ def share_of(group: torch.distributed.ProcessGroup | None) -> Callable[[Sequence
         return sent.tolist()
 
     return share
-
-
-def is_first(group: torch.distributed.ProcessGroup | None) -> bool:
-    return group is None or torch.distributed.get_rank(group=group) == 0
 
 
 def gate_for(runtime: HiSparseRuntime) -> AdmissionGate | None:

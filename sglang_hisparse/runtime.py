@@ -27,6 +27,7 @@ from sglang_hisparse.memory.host_tier import HostTier
 from sglang_hisparse.memory.pool import HiSparsePool
 from sglang_hisparse.memory.sizing import current_plan, plan_as_built, prefill_rule
 from sglang_hisparse.metrics import Reporter
+from sglang_hisparse.ranks import is_one_of_several
 from sglang_hisparse.recording.recorder import recorder_of
 from sglang_hisparse.residency import ResidencyCoordinator, ResidencyLimits, SpillPolicy
 from sglang_hisparse.residency.invariants import check
@@ -132,7 +133,7 @@ class HiSparseRuntime:
         self.worker.on_failed = self.residency.on_failed
         self.worker.copy_now = functools.partial(copy_to_host_now, self.worker, self.pool, self.mem_pool_host)
         # A rank may not decide by a failure that the other ranks have not seen (R30): there no copy is given back.
-        self.worker.must_succeed = tp_group is not None and torch.distributed.get_world_size(group=tp_group) > 1
+        self.worker.must_succeed = is_one_of_several(tp_group)
 
     def _build_extends(self) -> Extends:
         """How prefills are made resident or streamed, and the scratch for it."""

@@ -160,7 +160,8 @@ def a_gate_measured_on_one_rank(rank: int, port: int, trace: Trace, *, shared: b
     shared False: each rank measures for itself, which must be seen to part the ranks.
     """
     from sglang_hisparse.admission import AdmissionGate, StepModel
-    from sglang_hisparse.admission_view import HotLink, is_first, pool_of, share_of
+    from sglang_hisparse.admission_view import HotLink, pool_of, share_of
+    from sglang_hisparse.ranks import is_first
 
     with engine_of(rank, port, {}, device_tokens=24 * PAGE) as engine:
         runtime = engine.coordinator

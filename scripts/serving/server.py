@@ -3,6 +3,7 @@
 The verify and bench scripts call it. It never kills anything but the process group that it started.
 """
 
+import argparse
 import json
 import os
 import pathlib
@@ -50,6 +51,13 @@ class Paths:
     site: str = "/opt/site"
     plugin: str = "/opt/plugin"
     cache: str = "/opt/cache"
+
+
+def add_place_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that name the folders of `Paths` beside model and logs."""
+    parser.add_argument("--site", default="/opt/site", help="folder with SGLang")
+    parser.add_argument("--plugin", default="/opt/plugin", help="folder with sglang-hisparse installed")
+    parser.add_argument("--cache", default="/opt/cache", help="folder of compiled kernels")
 
 
 @dataclass(frozen=True, slots=True)

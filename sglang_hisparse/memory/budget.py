@@ -59,10 +59,10 @@ class HiSparsePrefillBudget(PrefillBudget):
         self._candidate_pages = cached + self._pages(min(limit for limit in limits if limit is not None))
         if not (self._batch_streams or self._candidate.is_streamed):
             return True
-        if fits := self._batch_pages + self._candidate_pages <= self._extends.rule.scratch_pages:
+        if self._batch_pages + self._candidate_pages <= self._extends.rule.scratch_pages:
             return True
         self._extends.note_refusal()
-        return fits
+        return False
 
     def has_capacity(self) -> bool:
         return not self.closed and super().has_capacity()

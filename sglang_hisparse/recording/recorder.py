@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_hisparse import __version__, settings
+from sglang_hisparse.ranks import is_first
 from sglang_hisparse.recording.format import Header, Step, pack
 from sglang_hisparse.recording.writer import MAX_FILE_BYTES, RecordingWriter, cannot_write
 from sglang_hisparse.stats import rank_file
@@ -216,7 +217,7 @@ def recorder_of(runtime: HiSparseRuntime) -> NoRecorder:
     Ranks other than the first of all write beside it, see `stats.rank_file`.
     """
     path = settings.resolved().record_file
-    if path is None or (runtime.tp_group is not None and torch.distributed.get_rank(runtime.tp_group)):
+    if path is None or not is_first(runtime.tp_group):
         return NoRecorder()
     from sglang.srt.runtime_context import get_server_args
 

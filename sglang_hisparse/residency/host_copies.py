@@ -113,11 +113,8 @@ class HostCopies:
     def on_completed(self, transfer_ids: Iterable[int]) -> None:
         """These copies have been observed to be complete: their host pages may be read by the CPU."""
         for transfer_id in transfer_ids:
-            page = self._transfers.pop(transfer_id, None)
-            if page is None:
-                self.counters.stale_acknowledgements += 1
+            if (page := self._end_transfer(transfer_id)) is None:
                 continue
-            self._land(page)
             if self.book.transfer[page] != transfer_id:
                 self.counters.stale_acknowledgements += 1
             elif self.book.enqueued[page]:
@@ -137,11 +134,8 @@ class HostCopies:
         once, by eager mirroring after a rest that grows with each failure."""
         failed_before = self.counters.copies_failed
         for transfer_id in transfer_ids:
-            page = self._transfers.pop(transfer_id, None)
-            if page is None:
-                self.counters.stale_acknowledgements += 1
+            if (page := self._end_transfer(transfer_id)) is None:
                 continue
-            self._land(page)
             if self.book.transfer[page] != transfer_id:
                 continue
             if self.book.state[page] != _MIRRORING or self.book.enqueued[page]:
@@ -154,12 +148,16 @@ class HostCopies:
             self.failures_in_row += 1
             self._rest_until = self.step + min(2**self.failures_in_row, MAX_BACKOFF_STEPS)
 
-    def _land(self, page: int) -> None:
-        left = self._in_flight[page] - 1
-        if left:
+    def _end_transfer(self, transfer_id: int) -> int | None:
+        """Its host write lands no more; the page that it was for, None where it is forgotten (I5)."""
+        page = self._transfers.pop(transfer_id, None)
+        if page is None:
+            self.counters.stale_acknowledgements += 1
+        elif left := self._in_flight[page] - 1:
             self._in_flight[page] = left
         else:
             del self._in_flight[page]
+        return page
 
     def is_landing_target(self, page: int) -> bool:
         """False while a host write of an earlier owner may still land in the page's host rows (R7)."""
