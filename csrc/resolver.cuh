@@ -25,6 +25,14 @@ __device__ __forceinline__ void store_rows(const ResolveParams& p, int32_t row, 
     if (e.index(u, block) < p.k) p.out[row * p.out_stride + e.index(u, block)] = e.row[u];
 }
 
+// The same without misses: another block may answer them, and what this one stored might arrive after that.
+template <int kBlocks>
+__device__ __forceinline__ void store_answers(const ResolveParams& p, int32_t row, int block, const Entries<kBlocks>& e) {
+#pragma unroll
+  for (int u = 0; u < e.kCount; u++)
+    if (e.index(u, block) < p.k && e.word[u] >= kHit) p.out[row * p.out_stride + e.index(u, block)] = e.row[u];
+}
+
 __device__ __forceinline__ void count_entries(int32_t* header, uint32_t counted) {
   if ((threadIdx.x & 31) != 0) return;
   if (counted & 0xffffu) atomicAdd(&header[kResidentEntries], static_cast<int32_t>(counted & 0xffffu));
@@ -304,7 +312,7 @@ __global__ void __launch_bounds__(kResolveThreads, 2) resolve_kernel(const __gri
     send_words<kBlocks>(p, e.piece(u, block), e.word[u], s);
     if (e.word[u] >= kHit && e.word[u] != kNothing) e.row[u] = hot_row(s.hot_pages, static_cast<int>(e.word[u] & ~kHit), p.page_shift);
   }
-  store_rows(p, row, block, e);
+  store_answers(p, row, block, e);
   receive_words<kBlocks>(s);
   if (p.copy_method == kCopyLookup) return;
 
