@@ -38,8 +38,7 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
 }
 
 // Copies 4 or 8 bytes from global to shared memory without waiting for them and without a register. They arrive for the thread
-// that waits: for all, or for all groups but the youngest kYounger. Not for host memory: there it was slower than plain loads, and
-// rows came out wrong on a busy link.
+// that waits: for all, or for all groups but the youngest kYounger. Not for host memory: there it was slower than plain loads.
 template <typename T>
 __device__ __forceinline__ void copy_async(T* target, const T* source) {
   static_assert(sizeof(T) == 4 || sizeof(T) == 8);
