@@ -105,7 +105,7 @@ inline void add_table(const TensorView& table, const Expected& like, ResolvePara
   while ((1 << p.slot_bits) < p.buffer_size) p.slot_bits++;
   p.home_bits = home_bits_of(p.slot_bits);
   check_size("table rows", table.size(0), p.num_slots);
-  check_size("table columns", table.size(1), int64_t{16} << p.home_bits);
+  check_size("table columns", table.size(1), (int64_t{16} << p.home_bits) + (int64_t{p.buffer_size} + 15) / 16 * 8);
   p.table_stride = row_stride(table);
   TVM_FFI_CHECK(p.table_stride % 8 == 0, ValueError) << "the hot state must come from HotGroupState.allocate: buckets are read whole";
 }

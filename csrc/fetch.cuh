@@ -1,11 +1,14 @@
-// How the rows of misses travel: pieces of at most kPasses x 512 bytes, one a warp, two in flight. All loads of a piece leave
-// before anything waits for them, so a piece costs one round trip over the link.
+// How the rows of misses travel: pieces of at most kPasses x 512 bytes, a warp has up to kInFlight under way. All loads of a warp's
+// pieces leave before anything waits for them, so they cost one round trip over the link together.
+//
+// They travel through registers. A warp knows what has arrived by six counters only, and the loads here hold one of them: between
+// their start and their end the kernel reads no global memory, lest that read be counted, and waited for, together with them.
 #pragma once
 #include "lookup.cuh"
 
 namespace hisparse {
 
-// Pieces that a warp has under way: as registers allow. Where a row has one block, many rows keep the link busy.
+// Pieces that a warp has under way, as registers allow. Where a row has one block, many rows keep the link busy.
 __host__ __device__ constexpr int in_flight(int blocks, bool scores) { return blocks == 1 || scores ? 1 : 2; }
 
 constexpr int32_t kNoPiece = -1;
@@ -18,13 +21,13 @@ __device__ __forceinline__ int loaded_at_once(const ResolveParams& p, int piece)
   return piece / (kResolveWarps * kBlocks) < kInFlight ? 1 : 0;
 }
 
-// The copies of one warp. A job is rank * pieces + piece of that miss.
+// The copies of one warp. A job is piece << 16 | rank of the miss; before ranking the entry.
 template <int kBlocks, int kPasses, int kInFlight>
 struct RowFetch {
   const ResolveParams& p;
   const Shared& s;
   int block;
-  int32_t jobs[kInFlight];            // before ranking: the entry
+  int32_t jobs[kInFlight];
   int4 held[kInFlight][kPasses];
 
   __device__ __forceinline__ RowFetch(const ResolveParams& p, const Shared& s, int block) : p(p), s(s), block(block) {
@@ -36,82 +39,90 @@ struct RowFetch {
   __device__ __forceinline__ int pieces_per_row() const { return kPasses == 2 ? 1 : (p.row_bytes + kPasses * 512 - 1) / (kPasses * 512); }
   __device__ __forceinline__ int pieces() const { return pieces_per_row() * p.layers; }  // of one miss, in all layers
 
-  // The first misses that this warp has found leave at once; repeats of a row may travel twice.
+  // Sends for the first misses that this warp has found; repeats of a row may travel twice.
   __device__ __forceinline__ void load_at_once(const Entries<kBlocks>& e) {
     if (p.copy_method != kCopyLoads || p.late_loads) return;
+    int64_t address[kInFlight];
     uint32_t missing = 0;
 #pragma unroll
     for (int r = 0; r < kInFlight; r++) {
       const int u = kBlocks >= 4 ? 0 : r;
       if (r == 0 || kBlocks < 4) missing = __ballot_sync(kFullMask, e.word[u] < kHit);
-      if (missing == 0) continue;
-      const int lane = __ffs(static_cast<int>(missing)) - 1;
+      const int lane = missing != 0 ? __ffs(static_cast<int>(missing)) - 1 : 0;
+      if (missing != 0) jobs[r] = e.piece(u, block) * 32 + lane;
       missing &= missing - 1;
-      jobs[r] = e.piece(u, block) * 32 + lane;
-      load(r, s.row->first_host_base + static_cast<int64_t>(__shfl_sync(kFullMask, e.word[u], lane)) * p.host_row_bytes, 0);
+      address[r] = s.row->first_host_base + static_cast<int64_t>(__shfl_sync(kFullMask, e.word[u], lane)) * p.host_row_bytes;
     }
+#pragma unroll
+    for (int r = 0; r < kInFlight; r++) load(r, address[r], 0);
   }
 
-  // Ranks are known from here on: takes the jobs of `load_at_once` over and starts as many more as the warp can hold.
+  // Ranks are known from here on: takes the jobs of `load_at_once` over. A warp that has none sends for the next rows.
   __device__ __forceinline__ void load_more(int misses, int misses_left) {
+    bool none = true;
 #pragma unroll
     for (int r = 0; r < kInFlight; r++) {
-      if (jobs[r] != kNoPiece)
-        jobs[r] = static_cast<int32_t>(s.row->words[jobs[r]] & kRankMask) * pieces();
-      else
-        load_next(r, misses, misses_left);
+      if (jobs[r] == kNoPiece) continue;
+      jobs[r] = static_cast<int32_t>(s.row->words[jobs[r]] & kRankMask);
+      none = false;
     }
+    if (none) load_next(misses, misses_left);
   }
 
   // Victims are known from here on.
   __device__ __forceinline__ void finish(int misses, int misses_left) {
-    bool busy = true;
-    while (busy) {
-      busy = false;
+#pragma unroll 1
+    while (true) {
+      int taken = 0;
 #pragma unroll
       for (int r = 0; r < kInFlight; r++) {
         if (jobs[r] == kNoPiece) continue;
         store(r);
-        load_next(r, misses, misses_left);
-        busy |= jobs[r] != kNoPiece;
+        taken++;
       }
+      if (taken == 0) return;
+      load_next(misses, misses_left);
     }
   }
 
  private:
-  struct Piece {
-    int rank, layer, part;
-  };
-
-  __device__ __forceinline__ Piece piece_of(int32_t job) const {
-    if (pieces() == 1) return {job, 0, 0};
-    const int rank = job / pieces(), piece = job - rank * pieces();
-    const int layer = pieces_per_row() == 1 ? piece : piece / pieces_per_row();
-    return {rank, layer, piece - layer * pieces_per_row()};
-  }
+  __device__ __forceinline__ int layer_of(int piece) const { return pieces_per_row() == 1 ? piece : piece / pieces_per_row(); }
 
   // Blocks take the rows that are left in turn, warps as they come.
-  __device__ __forceinline__ void load_next(int r, int misses, int misses_left) {
-    jobs[r] = kNoPiece;
-    if (p.copy_method != kCopyLoads) return;
-    const int total = misses_left + misses * (pieces() - 1);
+  __device__ __forceinline__ void load_next(int misses, int misses_left) {
+    const int total = p.copy_method == kCopyLoads ? misses_left + misses * (pieces() - 1) : 0;
     int ticket = 0;
-    if ((threadIdx.x & 31) == 0) ticket = atomicAdd(&s.row->counts.next_row, 1);
-    const int row = __shfl_sync(kFullMask, ticket, 0) * kBlocks + block;
-    if (row >= total) return;
-    if (row < misses_left) {
-      jobs[r] = s.row->left[row] * pieces();
-    } else {
-      const int rank = (row - misses_left) / (pieces() - 1);
-      jobs[r] = rank * pieces() + 1 + (row - misses_left - rank * (pieces() - 1));
+    if ((threadIdx.x & 31) == 0) ticket = atomicAdd(&s.row->counts.next_row, kInFlight);
+    ticket = __shfl_sync(kFullMask, ticket, 0);
+    int64_t address[kInFlight];
+    int part[kInFlight];
+#pragma unroll
+    for (int r = 0; r < kInFlight; r++) {
+      const int row = (ticket + r) * kBlocks + block;
+      jobs[r] = kNoPiece;
+      address[r] = 0;
+      part[r] = 0;
+      if (row >= total) continue;
+      int rank, piece = 0;
+      if (row < misses_left) {
+        rank = s.row->left[row];
+      } else {
+        rank = (row - misses_left) / (pieces() - 1);
+        piece = 1 + (row - misses_left) - rank * (pieces() - 1);
+      }
+      jobs[r] = piece << 16 | rank;
+      const int layer = layer_of(piece);
+      part[r] = piece - layer * pieces_per_row();
+      const int64_t base = layer == 0 ? s.row->first_host_base : p.host_bases[layer];
+      address[r] = base + s.row->miss_row[rank] * p.host_row_bytes;
     }
-    const Piece piece = piece_of(jobs[r]);
-    const int64_t base = piece.layer == 0 ? s.row->first_host_base : p.host_bases[piece.layer];
-    load(r, base + s.row->miss_row[piece.rank] * p.host_row_bytes, piece.part);
+#pragma unroll
+    for (int r = 0; r < kInFlight; r++) load(r, address[r], part[r]);
   }
 
+  // A warp's loads of all its pieces stand together, without a branch between them: then none waits for another.
   __device__ __forceinline__ void load(int r, int64_t row_address, int part) {
-    const int first = part * kPasses * 32 + (static_cast<int>(threadIdx.x) & 31), vectors = p.row_bytes / 16;
+    const int first = part * kPasses * 32 + (static_cast<int>(threadIdx.x) & 31), vectors = jobs[r] == kNoPiece ? 0 : p.row_bytes / 16;
     const int4* source = reinterpret_cast<const int4*>(row_address);
 #pragma unroll
     for (int v = 0; v < kPasses; v++)
@@ -119,11 +130,11 @@ struct RowFetch {
   }
 
   __device__ __forceinline__ void store(int r) {
-    const Piece piece = piece_of(jobs[r]);
-    const int64_t device_row = hot_row(s.hot_pages, s.row->victim[piece.rank], p.page_shift);
-    const int64_t base = piece.layer == 0 ? s.row->first_device_base : p.device_bases[piece.layer];
+    const int piece = jobs[r] >> 16, layer = layer_of(piece), part = piece - layer * pieces_per_row();
+    const int64_t device_row = hot_row(s.hot_pages, s.row->victim[jobs[r] & kRankMask], p.page_shift);
+    const int64_t base = layer == 0 ? s.row->first_device_base : p.device_bases[layer];
     int4* target = reinterpret_cast<int4*>(base + device_row * p.row_bytes);
-    const int first = piece.part * kPasses * 32 + (static_cast<int>(threadIdx.x) & 31), vectors = p.row_bytes / 16;
+    const int first = part * kPasses * 32 + (static_cast<int>(threadIdx.x) & 31), vectors = p.row_bytes / 16;
 #pragma unroll
     for (int v = 0; v < kPasses; v++)
       if (first + v * 32 < vectors) target[first + v * 32] = held[r][v];

@@ -37,13 +37,18 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// Copies 4 or 8 bytes from global memory without waiting for them; they are there, for this thread, after the wait.
+// Copies 4 or 8 bytes from global to shared memory without waiting for them and without a register. They arrive for the thread
+// that waits: for all, or for all groups but the youngest kYounger. Not for host memory: there it was slower than plain loads.
 template <typename T>
-__device__ __forceinline__ void copy_to_shared(T* target, const T* source) {
+__device__ __forceinline__ void copy_async(T* target, const T* source) {
   static_assert(sizeof(T) == 4 || sizeof(T) == 8);
   asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(target)), "l"(source), "n"(sizeof(T)) : "memory");
 }
-__device__ __forceinline__ void wait_for_copies_to_shared() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kYounger>
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kYounger) : "memory");
+}
 
 // Starts a barrier that completes when `bytes` bytes have arrived; visible to the cluster once it has met.
 __device__ __forceinline__ void barrier_expect(uint64_t* barrier, uint32_t bytes) {
@@ -71,11 +76,14 @@ __device__ __forceinline__ void send_to_block(const void* target, uint4 value, c
                : "memory");
 }
 
-// Sends for four bytes, which arrive in shared memory without passing through a register; and waits for all of this thread's.
-__device__ __forceinline__ void copy_word_async(uint32_t* target, const uint32_t* source) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(target)), "l"(source) : "memory");
+__device__ __forceinline__ void send_to_block(const void* target, uint2 value, const uint64_t* barrier, int block) {
+  uint32_t to, counter;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(shared_address(target)), "r"(block));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(counter) : "r"(shared_address(barrier)), "r"(block));
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];" ::"r"(to), "r"(value.x),
+               "r"(value.y), "r"(counter)
+               : "memory");
 }
-__device__ __forceinline__ void wait_for_words() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // A read of what other blocks write during this kernel: it passes the first cache.
 __device__ __forceinline__ int4 load_shared_by_blocks(const int4* address) { return __ldcg(address); }

@@ -8,6 +8,7 @@ constexpr uint32_t kFullMask = 0xffffffffu;
 constexpr int kResolveThreads = 512;  // two blocks to a multiprocessor, so that no cluster waits for a place
 constexpr int kResolveWarps = kResolveThreads / 32;
 constexpr int kScans = kMaxTopK / kResolveThreads;  // entries that a thread looks at when a block goes through the whole row
+constexpr int kPieces = kMaxTopK / 32;
 constexpr int kHistogramBins = 96;                  // three per lane of a warp
 
 // Words that blocks tell each other, one an entry: a host row is a miss, below 2^31; the others have the top bit.
@@ -18,33 +19,39 @@ constexpr uint32_t kRanked = 0xc0000000u;
 constexpr uint32_t kRepeats = 0x20000000u;
 constexpr uint32_t kRankMask = 0xffffu;
 
+// Of 32 neighbouring entries, a bit each: which are misses, and which were asked of the hot buffer at all.
+struct PieceSummary {
+  uint32_t missing, wanted;
+};
+
 struct Counts {
-  int32_t wanted;      // entries asked of the hot buffer
   int32_t duplicates;  // whether some miss occurs twice
   int32_t next_row;    // ticket of the rows still to be copied
-  int32_t unused;
 };
 
 // What depends on k alone, at the size of the largest k: every address in it is a constant.
 struct RowMemory {
-  uint32_t words[kMaxTopK];     // what every entry of the row found; misses: kRanked | kRepeats | rank after ranking
-  uint32_t keys[2 * kMaxTopK];  // host rows of misses, to find repeats; 1 << table_bits are in use
-  int32_t miss_row[kMaxTopK];   // miss rank -> host row
-  uint32_t histogram[kHistogramBins];      // slots per victim order
-  uint32_t sums[kScans * kResolveWarps];   // misses | still to be copied << 16, per 32 entries
+  uint32_t words[kMaxTopK];               // what every entry of the row found; misses: kRanked | kRepeats | rank after ranking
+  uint32_t keys[2 * kMaxTopK];            // host rows of misses, to find repeats; 1 << table_bits are in use
+  int32_t miss_row[kMaxTopK];             // miss rank -> host row
+  uint32_t histogram[kHistogramBins];     // slots per victim order
+  PieceSummary pieces[kPieces];           // of every 32 entries
+  uint32_t sums[kPieces];                 // misses | still to be copied << 16, per 32 entries, where misses repeat
   uint32_t warp_sums[32];
+  int4 head;                                   // of the header, as the step found it
   Counts counts;
-  uint64_t arrived[2];        // barrier of the words
+  uint64_t arrived[1];                         // barrier of the words
   int64_t first_host_base, first_device_base;  // of the group's leader
-  uint16_t victim[kMaxTopK];  // miss rank -> slot; before that entry -> place of a miss among the keys
-  uint16_t left[kMaxTopK];    // misses whose first piece was not loaded at once
+  uint16_t victim[kMaxTopK];                   // miss rank -> slot; before that entry -> place of a miss among the keys
+  uint16_t miss_entry[kMaxTopK];               // miss rank -> entry
+  uint16_t left[kMaxTopK];                     // misses whose first piece was not sent for at once
 };
 
 // Dynamic shared memory of one block; resolver_shared_bytes is its size.
 struct Shared {
   RowMemory* row;
-  uint32_t* used;      // [buffer_size / 32] bit per hot slot that this step reads
-  uint32_t* orders;    // [skewed_words(buffer_size)] victim order, one byte a slot
+  uint32_t* used;      // [buffer_size / 32] bit per hot slot that this step reads, where scores decide
+  uint32_t* orders;    // [skewed_words(buffer_size)] stamps, then victim orders, one byte a slot
   int32_t* hot_pages;  // [num_hot_pages]
 };
 
@@ -59,7 +66,8 @@ __host__ __device__ __forceinline__ int order_words(int buffer_size) { return (b
 __host__ __device__ __forceinline__ int skewed_words(int buffer_size) { return order_words(buffer_size) + (order_words(buffer_size) / 32 + 4) / 4 * 4; }
 
 inline int64_t resolver_shared_bytes(int buffer_size, int num_hot_pages) {
-  return static_cast<int64_t>(sizeof(RowMemory)) + 4 * (int64_t{used_words(buffer_size)} + skewed_words(buffer_size) + num_hot_pages);
+  const int64_t words = int64_t{used_words(buffer_size)} + skewed_words(buffer_size) + num_hot_pages;
+  return static_cast<int64_t>(sizeof(RowMemory)) + 4 * words;
 }
 
 __device__ __forceinline__ Shared carve(char* memory, int buffer_size) {
@@ -67,16 +75,18 @@ __device__ __forceinline__ Shared carve(char* memory, int buffer_size) {
   uint32_t* orders = used + used_words(buffer_size);
   return {reinterpret_cast<RowMemory*>(memory), used, orders, reinterpret_cast<int32_t*>(orders + skewed_words(buffer_size))};
 }
+static_assert(sizeof(RowMemory) % 16 == 0);
 
+template <bool kScores>
 __device__ __forceinline__ void clear_shared(const Shared& s, int buffer_size, int table_bits) {
   const int thread = static_cast<int>(threadIdx.x);
 #pragma unroll 1
   for (int i = thread; i < (1 << table_bits) / 4; i += kResolveThreads)
     reinterpret_cast<uint4*>(s.row->keys)[i] = make_uint4(kNothing, kNothing, kNothing, kNothing);
 #pragma unroll 1
-  for (int i = thread; i < used_words(buffer_size); i += kResolveThreads) s.used[i] = 0;
+  for (int i = thread; kScores && i < used_words(buffer_size); i += kResolveThreads) s.used[i] = 0;
   if (thread < kHistogramBins) s.row->histogram[thread] = 0;
-  if (thread == 0) s.row->counts = {0, 0, 0, 0};
+  if (thread == 0) s.row->counts = {0, 0};
 }
 
 // What one thread knows of its entries. The blocks of a row share its entries out in pieces of 32.
@@ -141,11 +151,15 @@ __device__ __forceinline__ uint32_t classify(const ResolveParams& p, bool has_le
   return counted;
 }
 
-// Enters the host row of a miss; returns its place, and whether it was there already.
-__device__ __forceinline__ int enter_miss(uint32_t host_row, int table_bits, const Shared& s, bool& repeated) {
+// Enters the host row of a miss at its first place; returns what was there, for settle_place.
+__device__ __forceinline__ uint32_t enter_miss(uint32_t host_row, int table_bits, const Shared& s) {
+  return atomicCAS(&s.row->keys[(host_row * 2654435769u) >> (32 - table_bits)], kNothing, host_row);
+}
+
+// Goes on to the next places if another row was there. Returns the place, and whether the row was entered before.
+__device__ __forceinline__ int settle_place(uint32_t host_row, uint32_t other, int table_bits, const Shared& s, bool& repeated) {
   const uint32_t mask = (1u << table_bits) - 1;
   uint32_t place = (host_row * 2654435769u) >> (32 - table_bits);
-  uint32_t other = atomicCAS(&s.row->keys[place], kNothing, host_row);
   while (other != kNothing && other != host_row) {
     place = (place + 1) & mask;
     other = atomicCAS(&s.row->keys[place], kNothing, host_row);

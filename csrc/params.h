@@ -40,7 +40,7 @@ struct ResolveParams {
   int32_t* tags;                 // [num_slots, buffer_size] logical id held by a slot, -1 = empty; rows start 16-byte aligned
   uint8_t* stamps;               // [num_slots, buffer_size] stamp of last use; rows start 16-byte aligned
   int32_t* header;               // [num_slots, kHeaderColumns]
-  uint32_t* table;               // [num_slots, 16 << home_bits] logical id -> slot (slot_table.cuh); the CPU library has no use for it
+  uint32_t* table;               // [num_slots, 16 << home_bits, then 2 bytes a slot] logical id -> slot (slot_table.cuh); unused by the CPU library
   uint16_t* slot_pages;          // [num_slots, buffer_size] position / page_size of the row a slot holds; null: nobody asks
   const float* scores;           // [score_rows, score_columns] by position, the indexer's own of this step; null: LRU
   const int64_t* host_bases;     // [layers] address of host row 0 of each layer of the group

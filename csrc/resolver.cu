@@ -55,7 +55,7 @@ cudaError_t launch(const ResolveParams& params, const DeviceLimits& limits, cuda
 
 template <int kBlocks>
 cudaError_t launch_row_size(const ResolveParams& params, const DeviceLimits& limits, cudaStream_t stream) {
-  if (params.scores != nullptr) return launch<kBlocks, 3, true>(params, limits, stream);
+  if (params.scores != nullptr) return launch<kBlocks == 1 ? 2 : kBlocks, 3, true>(params, limits, stream);  // one has too few registers
   if (params.row_bytes <= 2 * 512) return launch<kBlocks, 2, false>(params, limits, stream);
   return launch<kBlocks, 3, false>(params, limits, stream);
 }

@@ -72,18 +72,19 @@ __device__ __forceinline__ void request_scores(const ResolveParams& p, int32_t r
 #pragma unroll
     for (int b = 0; b < 4; b++) {
       if (4 * g + b < state.filled() && position[b] < columns)
-        copy_word_async(&memory.keys[4 * g + b], &scores[position[b]]);
+        copy_async(&memory.keys[4 * g + b], &scores[position[b]]);
       else
         memory.keys[4 * g + b] = kMinusInfinity;
     }
   }
+  commit_copies();
 }
 
 // Scores become keys, where they lie; each thread sees to those that it has sent for.
 __device__ __forceinline__ KeyRange take_keys(const ResolveParams& p, const SlotState& state, const Shared& s, const ScoreMemory& memory) {
   const OwnGroups own(p.buffer_size);
   KeyRange range{kNoVictimKey, 0};
-  wait_for_words();
+  wait_for_copies<0>();
   for (int g = own.first; g < own.last; g++) {
     const uint4 four = reinterpret_cast<const uint4*>(memory.keys)[g];
     uint32_t keys[4] = {four.x, four.y, four.z, four.w};
@@ -152,7 +153,7 @@ __device__ __forceinline__ Cut cut_by_age(const ResolveParams& p, const SlotStat
                                           const Shared& s, const ScoreMemory& memory) {
   const OwnGroups own(p.buffer_size);
   for (int g = own.first; g < own.last; g++) {
-    const uint32_t orders = orders_of_four(p, state, state.now * 0x01010101u, 4 * g, s);
+    const uint32_t orders = orders_of_four(p, state, 4 * g, s);
     s.orders[g] = orders;
     for (int b = 0; b < 4; b++) {
       const uint32_t own_key = memory.keys[4 * g + b];

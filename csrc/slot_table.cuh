@@ -33,6 +33,12 @@ __device__ __forceinline__ bool storable(const ResolveParams& p, uint32_t patter
 
 __device__ __forceinline__ uint32_t* table_of(const ResolveParams& p, int32_t slot) { return p.table + slot * p.table_stride; }
 
+// Behind the entries: where in the table the row of a slot is entered, so that it is taken out without a search.
+__device__ __forceinline__ uint16_t* places_of(const ResolveParams& p, uint32_t* table) {
+  return reinterpret_cast<uint16_t*>(table + (16 << p.home_bits));
+}
+constexpr uint32_t kNoPlace = 0xffffu;  // of a row that found no room; nothing is entered at this place
+
 // One lookup of a whole warp: two lanes share the 32 bytes of a bucket, so the warp reads for 16 of its ids at a time.
 struct TableView {
   int4 half_bucket[2][2];  // [which 16 lanes' ids][half of the table]
@@ -79,8 +85,9 @@ struct TableView {
   }
 };
 
-// One bit for each of a bucket's entries that equals `entry`. Other blocks write to the table: the read passes the first cache.
-__device__ __forceinline__ uint32_t entries_equal(const uint32_t* table, uint32_t bucket, uint32_t entry) {
+// One bit for each free entry of a bucket. Other blocks write to the table: the read passes the first cache.
+__device__ __forceinline__ uint32_t entries_empty(const uint32_t* table, uint32_t bucket) {
+  constexpr uint32_t entry = kNoEntry;
   uint32_t bits = 0;
 #pragma unroll
   for (int i = 0; i < 2; i++) {
@@ -92,31 +99,22 @@ __device__ __forceinline__ uint32_t entries_equal(const uint32_t* table, uint32_
   return bits;
 }
 
-// The id is not in the table, and only this thread puts it there.
-__device__ __forceinline__ void table_insert(const ResolveParams& p, uint32_t* table, uint32_t id, uint32_t slot) {
+// Enters an id that is not in the table; only this thread does. Returns its place, or kNoPlace.
+__device__ __forceinline__ uint32_t table_insert(const ResolveParams& p, uint32_t* table, uint32_t id, uint32_t slot) {
   const Home homes[2] = {home_of(p, id, 0), home_of(p, id, 1)};
-  const uint32_t empty[2] = {entries_equal(table, homes[0].bucket, kNoEntry), entries_equal(table, homes[1].bucket, kNoEntry)};
+  const uint32_t empty[2] = {entries_empty(table, homes[0].bucket), entries_empty(table, homes[1].bucket)};
   const int emptier = __popc(empty[0]) >= __popc(empty[1]) ? 0 : 1;
-#pragma unroll
+#pragma unroll 1
   for (int attempt = 0; attempt < 2; attempt++) {
     const bool second = (attempt ^ emptier) != 0;
     const Home home = second ? homes[1] : homes[0];
     if (!storable(p, home.pattern)) continue;
     for (uint32_t places = second ? empty[1] : empty[0]; places != 0; places &= places - 1) {
-      uint32_t* place = table + home.bucket * 8 + (__ffs(static_cast<int>(places)) - 1);
-      if (atomicCAS(place, kNoEntry, home.pattern | slot) == kNoEntry) return;
+      const uint32_t place = home.bucket * 8 + __ffs(static_cast<int>(places)) - 1;
+      if (place != kNoPlace && atomicCAS(table + place, kNoEntry, home.pattern | slot) == kNoEntry) return place;
     }
   }
-}
-
-// Only this thread takes the id out.
-__device__ __forceinline__ void table_erase(const ResolveParams& p, uint32_t* table, uint32_t id, uint32_t slot) {
-#pragma unroll
-  for (int half = 0; half < 2; half++) {
-    const Home home = home_of(p, id, half);
-    const uint32_t places = entries_equal(table, home.bucket, home.pattern | slot);
-    if (places != 0 && storable(p, home.pattern)) table[home.bucket * 8 + (__ffs(static_cast<int>(places)) - 1)] = kNoEntry;
-  }
+  return kNoPlace;
 }
 
 }  // namespace hisparse

@@ -11,6 +11,7 @@ import torch
 from resolver_world import Shape, World
 
 from sglang_hisparse.kernels.build import load_cpu, load_cuda
+from sglang_hisparse.kernels.hot_state import table_entries
 from sglang_hisparse.kernels.page_copy import Direction, copy_pages, gather_rows
 from sglang_hisparse.kernels.resolver import apply_table_diff, audit_rows, read_rows, resolve, write_rows
 
@@ -151,7 +152,8 @@ def tables(device: str) -> str:
             header, table = world.state.header.cpu(), world.state.table.cpu()
             for slot in (header[:, 0] == header[:, 1]).nonzero().flatten().tolist():
                 held = world.state.tags[slot].cpu() >= 0
-                slots = table[slot][table[slot] != -1] & (world.shape.buffer_size - 1)
+                entries_of = table[slot, : table_entries(world.shape.buffer_size)]
+                slots = entries_of[entries_of != -1] & (world.shape.buffer_size - 1)
                 assert sorted(slots.tolist()) == held.nonzero().flatten().tolist(), f"slot {slot}: {slots}, tags {held}"
                 entries += len(slots)
     assert entries, "nothing was held"

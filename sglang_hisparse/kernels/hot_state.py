@@ -31,13 +31,18 @@ def table_entries(buffer_size: int) -> int:
     return 2 * BUCKET_ENTRIES << max(5, slot_bits - 3)
 
 
+def table_words(buffer_size: int) -> int:
+    """Words of four bytes of that table: the entries, and two bytes a slot that say where its row is entered."""
+    return table_entries(buffer_size) + _padded(buffer_size) // 2
+
+
 @dataclass(frozen=True, slots=True)
 class HotGroup:
     """Views of one index group: tags int32 [num_slots, B], stamps uint8 [num_slots, B], header int32 [num_slots, 32].
 
     tags: logical id whose row the slot holds, -1 empty. stamps: turnover stamp of the last use. header: columns 0 to 2
     generations and clock, 3 slots that hold a row, 4 to 7 counters (resident entries, hot entries, fetched rows, failed entries; modulo 2**32).
-    table int32 [num_slots, table_entries(B)]: logical id -> slot, the resolver's own (csrc/slot_table.cuh).
+    table int32 [num_slots, table_words(B)]: logical id -> slot, the resolver's own (csrc/slot_table.cuh).
     slot_pages int16 [num_slots, B], its bits unsigned, or None unless rows are evicted by score: page of the request that a
     held row is of.
     """
@@ -85,7 +90,7 @@ class HotGroupState:
         tags = torch.full(shape, -1, dtype=torch.int32, device=device)[..., :buffer_size]
         stamps = torch.zeros(shape, dtype=torch.uint8, device=device)[..., :buffer_size]
         header = torch.zeros((num_groups, num_slots, HEADER_COLUMNS), dtype=torch.int32, device=device)
-        table = torch.full((num_groups, num_slots, table_entries(buffer_size)), -1, dtype=torch.int32, device=device)
+        table = torch.full((num_groups, num_slots, table_words(buffer_size)), -1, dtype=torch.int32, device=device)
         pages = torch.zeros(shape, dtype=torch.int16, device=device)[..., :buffer_size] if evicts_by_score else None
         return cls(tags, stamps, header, table, pages, group_layers)
 
@@ -93,7 +98,7 @@ class HotGroupState:
     def bytes(num_slots: int, buffer_size: int, *, evicts_by_score: bool = False) -> int:
         """Device bytes of one group."""
         bytes_per_slot = 4 + 1 + 2 * evicts_by_score
-        return num_slots * (_padded(buffer_size) * bytes_per_slot + table_entries(buffer_size) * 4 + HEADER_COLUMNS * 4)
+        return num_slots * (_padded(buffer_size) * bytes_per_slot + table_words(buffer_size) * 4 + HEADER_COLUMNS * 4)
 
     def __len__(self) -> int:
         return len(self._groups)

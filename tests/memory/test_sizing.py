@@ -86,7 +86,7 @@ def published(
 
 def hot_state_bytes(num_slots: int, buffer_rows: int) -> int:
     slot_bits = max(8, (buffer_rows - 1).bit_length())  # the slot table: a power of two, at least twice the slots
-    return num_slots * (5 * buffer_rows + 128 + (8 << slot_bits))
+    return num_slots * (7 * buffer_rows + 128 + (8 << slot_bits))
 
 
 def test_state_bytes_are_the_kernels() -> None:

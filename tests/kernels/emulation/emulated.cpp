@@ -21,7 +21,7 @@ void launch(const ResolveParams& params) {
 
 template <int kBlocks>
 void launch_row_size(const ResolveParams& params) {
-  if (params.scores != nullptr) return launch<kBlocks, 3, true>(params);
+  if (params.scores != nullptr) return launch<kBlocks == 1 ? 2 : kBlocks, 3, true>(params);
   if (params.row_bytes <= 2 * 512) return launch<kBlocks, 2, false>(params);
   return launch<kBlocks, 3, false>(params);
 }
