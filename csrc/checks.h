@@ -111,8 +111,7 @@ inline void add_table(const TensorView& table, const Expected& like, ResolvePara
 }
 
 inline ResolveParams make_resolve_params(const ResolveTensors& t, int64_t row_bytes, int64_t host_row_bytes, int64_t page_size,
-                                         int64_t cluster_blocks, int64_t copy_method, bool translated_pages, bool overlap_launch,
-                                         bool late_loads) {
+                                         int64_t cluster_blocks, int64_t copy_method, bool translated_pages, bool overlap_launch) {
   const DLDeviceType device = t.top_k.device().device_type == kDLCUDAHost ? kDLCPU : t.top_k.device().device_type;
   const auto expect = [&](const char* name, int ndim) { return Expected{name, ndim, device, t.top_k.device().device_id}; };
   ResolveParams p{};
@@ -190,7 +189,6 @@ inline ResolveParams make_resolve_params(const ResolveTensors& t, int64_t row_by
   p.copy_method = static_cast<int32_t>(copy_method);
   p.translated_pages = translated_pages;
   p.overlap_launch = overlap_launch;
-  p.late_loads = late_loads;
   add_table(t.table, expect("table", 2), p);
   add_scores(t, expect("", 2), p);
   return p;

@@ -16,7 +16,7 @@ constexpr int32_t kNoPiece = -1;
 // How many misses of 32 entries have their first piece loaded at once, by the warp that found them.
 template <int kBlocks, int kInFlight>
 __device__ __forceinline__ int loaded_at_once(const ResolveParams& p, int piece) {
-  if (p.copy_method != kCopyLoads || p.late_loads) return 0;
+  if (p.copy_method != kCopyLoads) return 0;
   if (kBlocks >= 4) return kInFlight;
   return piece / (kResolveWarps * kBlocks) < kInFlight ? 1 : 0;
 }
@@ -41,7 +41,7 @@ struct RowFetch {
 
   // Sends for the first misses that this warp has found; repeats of a row may travel twice.
   __device__ __forceinline__ void load_at_once(const Entries<kBlocks>& e) {
-    if (p.copy_method != kCopyLoads || p.late_loads) return;
+    if (p.copy_method != kCopyLoads) return;
     int64_t address[kInFlight];
     uint32_t missing = 0;
 #pragma unroll

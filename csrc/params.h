@@ -67,7 +67,6 @@ struct ResolveParams {
   int32_t copy_method;     // CopyMethod
   int32_t translated_pages;  // page_rows come from translate_pages: device page, or minus a host-only logical page
   int32_t overlap_launch;    // start before the kernel ahead has ended (programmatic dependent launch) and wait for it inside
-  int32_t late_loads;        // no row travels before all misses are ranked: a measurement
 };
 
 enum CopyMethod : int {

@@ -213,13 +213,13 @@ void require_cpu(const TensorView& t, const char* what) {
 void resolve(TensorView top_k, TensorView page_rows, TensorView seq_lens, TensorView req_slots, TensorView num_real_rows,
              TensorView page_table, TensorView hot_pages, TensorView tags, TensorView stamps, TensorView header, TensorView host_bases,
              TensorView device_bases, TensorView out, int64_t row_bytes, int64_t host_row_bytes, int64_t page_size,
-             int64_t cluster_blocks, int64_t copy_method, bool translated_pages, bool overlap_launch, bool late_loads,
+             int64_t cluster_blocks, int64_t copy_method, bool translated_pages, bool overlap_launch,
              TensorView table, Optional<TensorView> slot_pages, Optional<TensorView> scores) {
   require_cpu(top_k, "resolve");
   const ResolveTensors tensors{top_k, page_rows, seq_lens, req_slots, num_real_rows, page_table, hot_pages,
                                tags,  stamps,    header,   host_bases, device_bases, out, table, slot_pages, scores};
   const ResolveParams params = make_resolve_params(tensors, row_bytes, host_row_bytes, page_size, cluster_blocks, copy_method,
-                                                   translated_pages, overlap_launch, late_loads);
+                                                   translated_pages, overlap_launch);
   for (int64_t row = 0; row < params.rows; row++) RowResolver(params, row).run();
 }
 

@@ -43,10 +43,9 @@ class Tried:
 
 def variants(batch: int) -> list[Variant]:
     """Automatic choice first, then every number of blocks that fits, then one change at a time."""
-    late = (("late_loads", True),)
     blocks = [Variant(blocks) for blocks in (1, 2, 4, 8) if blocks * batch <= BLOCKS_ON_CHIP]
     parts = [Variant(method=method, overlap=overlap) for method in UNCHECKED for overlap in (False, True)]
-    return [Variant(), *blocks, Variant(options=late), Variant(translated=False), Variant(overlap=True), *parts]
+    return [Variant(), *blocks, Variant(translated=False), Variant(overlap=True), *parts]
 
 
 def timed(work: Workload, variant: Variant, *, resident: bool = False) -> tuple[float, bool | None]:

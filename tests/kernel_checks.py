@@ -39,17 +39,16 @@ SERVING = [
 
 
 def fetches(shape: Shape) -> list[Shape]:
-    """The same world over every way to fetch."""
+    """The same world over every way to fetch and to launch."""
     return [
         replace(
             shape,
             cluster_blocks=blocks,
-            late_loads=late,
             translated_pages=blocks % 4 == 0,
-            overlap_launch=blocks % 3 == 2,
+            overlap_launch=overlap,
         )
         for blocks in (0, 1, 2, 4, 8)
-        for late in (False, True)
+        for overlap in (True, False)
     ]
 
 
@@ -310,7 +309,7 @@ def audits(device: str) -> str:
 def tiny(device: str) -> None:
     """Little enough for a sanitizer, with every kernel in it."""
     for shape in (SMALL[0], SMALL[4]):
-        for variant in fetches(shape)[::3]:  # both ways to fetch, and every number of blocks but two
+        for variant in fetches(shape)[::3]:  # both ways to launch, and every number of blocks but two
             lives(device, variant, 7, 4)
     world = World(replace(SERVING[0], rows=2, num_slots=2, cluster_blocks=2), device, 1)
     for _ in range(2):

@@ -36,7 +36,6 @@ class Shape:
     copy_method: CopyMethod = CopyMethod.LOADS
     translated_pages: bool = False
     overlap_launch: bool = False
-    late_loads: bool = False
     evicts_by_score: bool = False
 
 
@@ -178,7 +177,6 @@ class World:
             "cluster_blocks": shape.cluster_blocks,
             "copy_method": shape.copy_method,
             "overlap_launch": shape.overlap_launch,
-            "late_loads": shape.late_loads,
             "scores": self.random_scores() if shape.evicts_by_score else None,
         }
 

@@ -67,7 +67,6 @@ def resolve(
     copy_method: CopyMethod = CopyMethod.LOADS,
     translated_pages: bool = False,
     overlap_launch: bool = False,
-    late_loads: bool = False,
     scores: torch.Tensor | None = None,
 ) -> None:
     """Write the device row of every selected position to `out`; rows that are neither resident nor hot are fetched first.
@@ -80,10 +79,9 @@ def resolve(
     (default row_bytes), a device row every `row_bytes` (a multiple of 16). out int32 [rows, k], not top_k itself.
     All tensors are on one device. cluster_blocks: blocks per row, 0 = automatic. translated_pages: page_rows come from
     `translate_pages`. overlap_launch: let the launch overlap the end of the kernel ahead in the stream (programmatic dependent
-    launch); the call still reads nothing before that kernel has ended. late_loads: no row travels before all misses of its row
-    are ranked, a measurement. scores float32 [any rows, any columns], any row stride:
-    what the indexer gave each position in this step; the group then has slot_pages, and max_pages is at most 65536. With
-    scores, of the hot rows that this step does not read those with the lowest score leave, ties the longest unused first; a
+    launch); the call still reads nothing before that kernel has ended. scores float32 [any rows, any columns], any
+    row stride: what the indexer gave each position in this step; the group then has slot_pages, and max_pages is at most
+    65536. With scores, of the hot rows that this step does not read those with the lowest score leave, ties the longest unused first; a
     position beyond the scores or the sequence, and a score that is no number, count as minus infinity. Without, the rows
     leave that are longest unused.
 
@@ -115,7 +113,6 @@ def resolve(
         int(copy_method),
         translated_pages,
         overlap_launch,
-        late_loads,
         group.table,
         group.slot_pages,
         scores,

@@ -13,7 +13,6 @@ from resolver_world import Shape, World
 
 from sglang_hisparse.kernels.resolver import HotGroupState, resolve
 
-FETCHES = [(1, False), (2, False), (2, True), (4, False), (8, True), (8, False)]
 NAMED = {
     "ids": lambda value: (
         getattr(value, "name", None) or (f"k{value.k}-B{value.buffer_size}" if isinstance(value, Shape) else str(value))
@@ -28,10 +27,11 @@ def test_random_lives(backend: str, shape: Shape) -> None:
         kernel_checks.lives(backend, shape, seed, 8)
 
 
-@pytest.mark.parametrize(("blocks", "late"), FETCHES, **NAMED)
-def test_every_way_to_fetch(backend: str, blocks: int, late: bool) -> None:
-    """Goal: how rows travel changes no answer. Method: one world over cluster sizes, rows sent at once or late."""
-    shape = Shape(k=40, buffer_size=64, page_size=8, rows=2, num_slots=2, cluster_blocks=blocks, late_loads=late)
+@pytest.mark.parametrize("row_bytes", [48, 1040])
+@pytest.mark.parametrize("blocks", [1, 2, 4, 8])
+def test_every_way_to_fetch(backend: str, blocks: int, row_bytes: int) -> None:
+    """Goal: how rows travel changes no answer. Method: one world over cluster sizes, rows of up to and above 1,024 bytes."""
+    shape = Shape(k=40, buffer_size=64, page_size=8, rows=2, num_slots=2, cluster_blocks=blocks, row_bytes=row_bytes)
     world = World(shape, backend, 5)
     for _ in range(3):
         world.decode_step()
