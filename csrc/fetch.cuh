@@ -8,8 +8,12 @@
 
 namespace hisparse {
 
-// Pieces that a warp has under way, as registers allow. Where a row has one block, many rows keep the link busy.
-__host__ __device__ constexpr int in_flight(int blocks, bool scores) { return blocks == 1 || scores ? 1 : 2; }
+// Pieces that a warp has under way, as registers allow. Where a row has one block, many rows keep the link busy; where it has four
+// or eight, one request that misses much beside others that miss nothing must do so by itself, with small pieces too.
+__host__ __device__ constexpr int in_flight(int blocks, int passes, bool scores) {
+  if (blocks == 1 || scores) return 1;
+  return blocks >= 4 && passes == 2 ? 3 : 2;
+}
 
 constexpr int32_t kNoPiece = -1;
 
@@ -21,7 +25,8 @@ __device__ __forceinline__ int loaded_at_once(const ResolveParams& p, int piece)
   return piece / (kResolveWarps * kBlocks) < kInFlight ? 1 : 0;
 }
 
-// The copies of one warp. A job is piece << 16 | rank of the miss; before ranking the entry.
+// The copies of one warp. A job is piece << 16 | rank of the miss, kept from ranking on: which misses were sent for before that, the
+// row's pieces say.
 template <int kBlocks, int kPasses, int kInFlight>
 struct RowFetch {
   const ResolveParams& p;
@@ -30,10 +35,7 @@ struct RowFetch {
   int32_t jobs[kInFlight];
   int4 held[kInFlight][kPasses];
 
-  __device__ __forceinline__ RowFetch(const ResolveParams& p, const Shared& s, int block) : p(p), s(s), block(block) {
-#pragma unroll
-    for (int r = 0; r < kInFlight; r++) jobs[r] = kNoPiece;
-  }
+  __device__ __forceinline__ RowFetch(const ResolveParams& p, const Shared& s, int block) : p(p), s(s), block(block) {}
 
   // Computed anew where they are used: registers are short. Rows of at most 1,024 bytes are what kPasses = 2 is for.
   __device__ __forceinline__ int pieces_per_row() const { return kPasses == 2 ? 1 : (p.row_bytes + kPasses * 512 - 1) / (kPasses * 512); }
@@ -43,27 +45,33 @@ struct RowFetch {
   __device__ __forceinline__ void load_at_once(const Entries<kBlocks>& e) {
     if (p.copy_method != kCopyLoads) return;
     int64_t address[kInFlight];
+    bool wanted[kInFlight];
     uint32_t missing = 0;
 #pragma unroll
     for (int r = 0; r < kInFlight; r++) {
       const int u = kBlocks >= 4 ? 0 : r;
       if (r == 0 || kBlocks < 4) missing = __ballot_sync(kFullMask, e.word[u] < kHit);
-      const int lane = missing != 0 ? __ffs(static_cast<int>(missing)) - 1 : 0;
-      if (missing != 0) jobs[r] = e.piece(u, block) * 32 + lane;
+      wanted[r] = missing != 0;
+      const int lane = wanted[r] ? __ffs(static_cast<int>(missing)) - 1 : 0;
       missing &= missing - 1;
       address[r] = s.row->first_host_base + static_cast<int64_t>(__shfl_sync(kFullMask, e.word[u], lane)) * p.host_row_bytes;
     }
 #pragma unroll
-    for (int r = 0; r < kInFlight; r++) load(r, address[r], 0);
+    for (int r = 0; r < kInFlight; r++) load(r, address[r], 0, wanted[r]);
   }
 
-  // Ranks are known from here on: takes the jobs of `load_at_once` over. A warp that has none sends for the next rows.
+  // Ranks are known from here on: takes over what `load_at_once` has sent for. A warp that sent for nothing sends for the next rows.
   __device__ __forceinline__ void load_more(int misses, int misses_left) {
     bool none = true;
+    uint32_t missing = 0;
 #pragma unroll
     for (int r = 0; r < kInFlight; r++) {
-      if (jobs[r] == kNoPiece) continue;
-      jobs[r] = static_cast<int32_t>(s.row->words[jobs[r]] & kRankMask);
+      const int piece = Entries<kBlocks>::piece(kBlocks >= 4 ? 0 : r, block);
+      if (r == 0 || kBlocks < 4) missing = p.copy_method == kCopyLoads && piece * 32 < p.k ? s.row->pieces[piece].missing : 0;
+      jobs[r] = kNoPiece;
+      if (missing == 0) continue;
+      jobs[r] = static_cast<int32_t>(s.row->words[piece * 32 + __ffs(static_cast<int>(missing)) - 1] & kRankMask);
+      missing &= missing - 1;
       none = false;
     }
     if (none) load_next(misses, misses_left);
@@ -117,12 +125,12 @@ struct RowFetch {
       address[r] = base + s.row->miss_row[rank] * p.host_row_bytes;
     }
 #pragma unroll
-    for (int r = 0; r < kInFlight; r++) load(r, address[r], part[r]);
+    for (int r = 0; r < kInFlight; r++) load(r, address[r], part[r], jobs[r] != kNoPiece);
   }
 
   // A warp's loads of all its pieces stand together, without a branch between them: then none waits for another.
-  __device__ __forceinline__ void load(int r, int64_t row_address, int part) {
-    const int first = part * kPasses * 32 + (static_cast<int>(threadIdx.x) & 31), vectors = jobs[r] == kNoPiece ? 0 : p.row_bytes / 16;
+  __device__ __forceinline__ void load(int r, int64_t row_address, int part, bool wanted) {
+    const int first = part * kPasses * 32 + (static_cast<int>(threadIdx.x) & 31), vectors = wanted ? p.row_bytes / 16 : 0;
     const int4* source = reinterpret_cast<const int4*>(row_address);
 #pragma unroll
     for (int v = 0; v < kPasses; v++)

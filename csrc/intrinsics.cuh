@@ -17,10 +17,13 @@ __device__ __forceinline__ char* block_shared_memory() {
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 
-// With programmatic dependent launch: returns when the kernel ahead in the stream has ended and its writes are visible.
+// With programmatic dependent launch: returns when the kernel ahead in the stream has ended and its writes are visible. What ran
+// ahead of that one has ended too, if it was launched plainly or waited likewise.
 __device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// Lets a kernel that was launched to overlap this one start as far as it can without waiting for it.
+// Lets the next kernel start, if it was launched to overlap this one: then it must wait as above before it touches what this one
+// writes. One that was launched plainly, as attention is, starts when this one has ended, whatever is said here. Only after the
+// wait: a kernel may read, before it waits, what a kernel before the last has written, and that one has ended only then.
 __device__ __forceinline__ void launch_next_kernel() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 // Host rows are read once: keep them out of L1. The memory clobber keeps a batch of loads ahead of what follows it.

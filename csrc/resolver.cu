@@ -29,7 +29,7 @@ cudaError_t launch(const ResolveParams& params, const DeviceLimits& limits, cuda
   const int table_bits = table_bits_for(params.k);
   const int64_t shared_bytes = resolver_shared_bytes(params.buffer_size, params.num_hot_pages) +
                                (params.scores == nullptr ? 0 : score_shared_bytes(params.buffer_size));
-  if (shared_bytes > limits.shared_bytes) return cudaErrorInvalidValue;
+  if (shared_bytes > limits.shared_bytes) return cudaErrorLaunchOutOfResources;
   // Idempotent and cheap; must be repeated per device, so it is simply repeated.
   if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)))
     return error;

@@ -266,15 +266,15 @@ __device__ __forceinline__ void write_header(const ResolveParams& p, const SlotS
 // kPasses x 512 bytes of a row travel at a time. kScores: p.scores are there and choose the victims.
 template <int kBlocks, int kPasses, bool kScores>
 __global__ void __launch_bounds__(kResolveThreads, 2) resolve_kernel(const __grid_constant__ ResolveParams p, const int table_bits) {
-  constexpr int kInFlight = in_flight(kBlocks, kScores);
+  constexpr int kInFlight = in_flight(kBlocks, kPasses, kScores);
   const Shared s = carve(block_shared_memory(), p.buffer_size);
   const int block = static_cast<int>(blockIdx.x);
   const int32_t row = static_cast<int32_t>(blockIdx.y);
   open_exchange<kBlocks>(s, p.k);
   if (p.overlap_launch) {  // shared memory is all that may be touched before the kernel ahead of this one has ended
     clear_shared<kScores>(s, p.buffer_size, table_bits);
-    launch_next_kernel();
     wait_for_previous_kernel();
+    launch_next_kernel();
   }
 
   Entries<kBlocks> e;
