@@ -169,11 +169,11 @@ def test_two_models_by_hand(name: str, cache: CacheType, row: int, kv: int, inde
     )  # fmt: skip
     planned = make_plan(built_in(name), deployment, Load(32768, 8192), Choices(cache, ratio=4, buffer_rows=4096))
 
-    # GPU: 128 + 1 slots of hot state in each group (five bytes a row, a header, a slot table of twice the rows), results and
+    # GPU: 128 + 1 slots of hot state in each group (seven bytes a row, a header, a slot table of twice the rows), results and
     # translated pages, scratch, tables, one pad page; then tokens.
     slots, groups = 129, shape.num_leaders
     longest = built_in(name).context_tokens // 64 + 1
-    state = groups * slots * (4096 * 5 + 128 + 4 * 2 * 4096) + slots * (2048 + longest) * 4 + slots * 64 * 4
+    state = groups * slots * (4096 * 7 + 128 + 4 * 2 * 4096) + slots * (2048 + longest) * 4 + slots * 64 * 4
     scratch = min(64 * longest, int(0.02 * 40 * GIB) // (2 * row) // 64 * 64 - 64)
     tokens = 40 * GIB - state - 2 * (scratch + 64) * row - 64 * (kv + index) - 2 * 4
     device = int(tokens / (kv + 4 * (index + 2 * 4 / 64))) // 64 * 64
