@@ -161,7 +161,8 @@ class AdmissionGate:
     """One for each rank. Every rank asks the same questions in the same order and gets the same answers.
 
     pool: the books now. model: on the first rank, None on the others. share: gives every rank what the first rank passes in
-    (the others pass None), once every ROUND_STEPS decode steps. clock: seconds, read on the first rank only.
+    (the others pass None), once every ROUND_STEPS decode steps. clock: seconds, read on the first rank only. on_round: told the
+    books on all ranks before the same forward, for what else must be taken over then.
     """
 
     def __init__(
@@ -170,7 +171,9 @@ class AdmissionGate:
         model: StepModel | None,
         share: Callable[[Sequence[float] | None], Sequence[float]],
         clock: Callable[[], float],
+        on_round: Callable[[Pool], None] | None = None,
     ) -> None:
+        self._on_round = on_round
         self._pool, self._model, self._share, self._clock = pool, model, share, clock
         self.figures = StepFigures()
         self.closed = False  #: a request was refused, and none has been worth it since
@@ -207,6 +210,8 @@ class AdmissionGate:
         pool = self._pool()
         measured = None if self._model is None else astuple(self._model.end_round(pool))
         self.figures = StepFigures(*self._share(measured))
+        if self._on_round is not None:
+            self._on_round(pool)
         self._steps = 0
         self._rounds_stale = 0 if pool.host_pages else self._rounds_stale + 1
         if self._pages_before:

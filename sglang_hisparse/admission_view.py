@@ -17,11 +17,13 @@ import numpy as np
 import torch
 
 from sglang_hisparse import settings
-from sglang_hisparse.admission import PRIOR_MISSES, AdmissionGate, Pool, StepFigures, StepModel
+from sglang_hisparse.admission import PRIOR_MISSES, ROUND_STEPS, AdmissionGate, Pool, StepFigures, StepModel
 from sglang_hisparse.config import Admission
 from sglang_hisparse.kernels.page_copy import Direction, copy_pages
+from sglang_hisparse.kernels.row_counts import COLUMNS
 from sglang_hisparse.ranks import is_first, is_one_of_several
 from sglang_hisparse.residency import PageState, ResidencyCoordinator
+from sglang_hisparse.residency.misses import MissMeter, MissRounds
 
 if TYPE_CHECKING:
     from sglang_hisparse.runtime import HiSparseRuntime
@@ -83,12 +85,13 @@ def time_link(runtime: HiSparseRuntime) -> float:
     return num_pages * page_bytes / (time.perf_counter() - started)
 
 
-def share_of(group: torch.distributed.ProcessGroup | None) -> Callable[[Sequence[float] | None], Sequence[float]]:
-    """How the ranks of a CPU group get what the first of them passes in; all of them call it at the same step."""
+def share_of(
+    group: torch.distributed.ProcessGroup | None, count: int = len(fields(StepFigures))
+) -> Callable[[Sequence[float] | None], Sequence[float]]:
+    """How the ranks of a CPU group get the `count` figures that the first passes in; all of them call it at the same step."""
     if not is_one_of_several(group):
         return lambda figures: figures
     first = torch.distributed.get_global_rank(group, 0)
-    count = len(fields(StepFigures))
 
     def share(figures: Sequence[float] | None) -> Sequence[float]:
         sent = torch.tensor([0.0] * count if figures is None else figures, dtype=torch.float64)
@@ -96,6 +99,20 @@ def share_of(group: torch.distributed.ProcessGroup | None) -> Callable[[Sequence
         return sent.tolist()
 
     return share
+
+
+def misses_of(runtime: HiSparseRuntime) -> MissRounds:
+    """How this rank's book gets the misses that the first rank's resolver has counted."""
+    book, meter = runtime.residency.book, None
+    if is_first(runtime.tp_group):
+        column = COLUMNS.index("layer_rows_fetched")
+
+        def fetched() -> tuple[int, np.ndarray]:
+            counts = runtime.hot.latest_counts()
+            return counts.step, counts.by_slot[:, column]
+
+        meter = MissMeter(book, fetched, ROUND_STEPS)
+    return MissRounds(book, meter, share_of(runtime.tp_group, len(book.misses)))
 
 
 def gate_for(runtime: HiSparseRuntime) -> AdmissionGate | None:
@@ -107,4 +124,11 @@ def gate_for(runtime: HiSparseRuntime) -> AdmissionGate | None:
     if is_first(runtime.tp_group):
         model = StepModel(HotLink(runtime, speed))
         logger.info("HiSparse admission: the link to the host tier gives %.1f GB/s", speed / 1e9)
-    return AdmissionGate(lambda: pool_of(runtime.residency), model, share_of(runtime.tp_group), time.perf_counter)
+    misses, share = misses_of(runtime), share_of(runtime.tp_group)
+    return AdmissionGate(
+        lambda: pool_of(runtime.residency),
+        model,
+        share,
+        time.perf_counter,
+        lambda pool: misses.end_round(pool.host_pages > 0),
+    )

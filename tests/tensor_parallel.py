@@ -8,6 +8,7 @@ NCCL communicator is made. It judges nothing but the rows that the fake model re
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
@@ -49,6 +50,7 @@ def decisions(engine: Any) -> dict[str, Any]:
         "counts": residency_counts(runtime),
         "cached": int(engine.tree.evictable_size()),
         "figures": figures,
+        "misses": book.misses.tolist(),
     }
 
 
@@ -155,12 +157,14 @@ def _plant_own_faults(engine: Any, rank: int) -> None:
 
 
 def a_gate_measured_on_one_rank(rank: int, port: int, trace: Trace, *, shared: bool = True) -> None:
-    """Admission by measured times: a slow link, a clock of its own on each rank, read on the first rank alone.
+    """Admission by measured times: a slow link, a clock of its own on each rank, read on the first rank alone. Each rank's
+    resolver claims other counts besides.
 
     shared False: each rank measures for itself, which must be seen to part the ranks.
     """
+    from sglang_hisparse import admission_view
     from sglang_hisparse.admission import AdmissionGate, StepModel
-    from sglang_hisparse.admission_view import HotLink, pool_of, share_of
+    from sglang_hisparse.admission_view import HotLink, misses_of, pool_of, share_of
     from sglang_hisparse.ranks import is_first
 
     with engine_of(rank, port, {}, device_tokens=24 * PAGE) as engine:
@@ -175,8 +179,31 @@ def a_gate_measured_on_one_rank(rank: int, port: int, trace: Trace, *, shared: b
 
         model = StepModel(HotLink(runtime, 2e7)) if is_first(group) or not shared else None
         share = share_of(group) if shared else lambda figures: figures
-        runtime.gate = AdmissionGate(lambda: pool_of(runtime.residency), model, share, clock)
+        if not shared:
+            admission_view.is_first, admission_view.share_of = lambda _: True, lambda *_: share
+        _count_by_rank(runtime, rank)
+        misses = misses_of(runtime)
+        runtime.gate = AdmissionGate(
+            lambda: pool_of(runtime.residency), model, share, clock, lambda pool: misses.end_round(pool.host_pages > 0)
+        )
         churn(engine, trace, seed=13, longest=1400)
+        # Long enough for the two rounds that a request's misses take, and too large for the device together.
+        rng = np.random.default_rng(17)
+        for _ in range(3):
+            engine.submit(rng.integers(10, 1000, 10 * PAGE).tolist(), 140)
+        trace.step(engine, 150)
+
+
+def _count_by_rank(runtime: Any, rank: int) -> None:
+    """Counts as they arrive, but more of them for some slots than for others: the first slots here, the last ones there."""
+    latest = runtime.hot.latest_counts
+
+    def counted() -> Any:
+        counts = latest()
+        factors = np.arange(1, counts.by_slot.shape[0] + 1)[:: 1 - 2 * rank]
+        return dataclasses.replace(counts, by_slot=counts.by_slot * factors[:, None])
+
+    runtime.hot.latest_counts = counted
 
 
 def a_gate_on_each_rank(rank: int, port: int, trace: Trace) -> None:

@@ -97,11 +97,13 @@ def test_one_rank_measures_for_all(traces: dict[str, list[Lines]]) -> None:
     assert _first_difference(steps) is None
     assert steps[0][-1]["figures"][0] > 0, "nothing was measured"
     assert _last_counts(steps)["admission_waits"] > 0
+    assert any(any(line["misses"]) for line in steps[0]), "promotion was never ordered by misses"
 
 
 def test_own_measurements_would_part_them(traces: dict[str, list[Lines]]) -> None:
-    """Goal: the test above can fail. Method: each rank believes its own clock."""
+    """Goal: the test above can fail. Method: each rank believes its own clock and its own counts."""
     assert _first_difference(_steps(traces["a_gate_on_each_rank"]), ("figures",)) is not None
+    assert _first_difference(_steps(traces["a_gate_on_each_rank"]), ("misses",)) is not None
 
 
 def test_questions_of_idleness_have_one_answer(traces: dict[str, list[Lines]]) -> None:

@@ -49,6 +49,9 @@ class PageBook:
         self.leased = np.zeros(slots, dtype=bool)
         self.prompt_pages = np.zeros(slots, dtype=np.int64)  # device pages that its prefill needs, but for one to grow into
         self.final_pages = np.zeros(slots, dtype=np.int64)  # pages at the end of the request, an upper estimate
+        self.misses = np.zeros(slots)  # rows that its request fetches per decode step, equal on all ranks; 0: few, or unknown
+        # Requests that the slot has had, so that counts of one are not taken for another's. Never goes back.
+        self.lives = np.zeros(slots, dtype=np.int64)
         self._free: list[int] = []
         self.clear()
 
@@ -57,7 +60,7 @@ class PageBook:
         for array in (
             self.state, self.device_page, self.users, self.unleased, self.holds, self.last_use, self.transfer,
             self.enqueued, self.slot_pages, self.num_pages, self.held_from, self.sealed, self.live, self.prefilling,
-            self.leased, self.prompt_pages, self.final_pages,
+            self.leased, self.prompt_pages, self.final_pages, self.misses,
         ):  # fmt: skip
             array.fill(0)
         self.generation += 1
@@ -96,6 +99,7 @@ class PageBook:
         if self.live[slot]:
             raise InvariantError(f"request slot {slot} still has the pages of its last request")
         self.live[slot] = True
+        self.lives[slot] += 1
         self.prefilling[slot] = prefilling
         self.prompt_pages[slot] = prompt_pages
         self.final_pages[slot] = final_pages
@@ -149,8 +153,15 @@ class PageBook:
     def close_slot(self, slot: int) -> None:
         """The slot maps nothing any more."""
         self.unmap_pages(slot, 0, int(self.num_pages[slot]))
-        for array in (self.num_pages, self.held_from, self.sealed, self.live, self.prefilling, self.prompt_pages, self.final_pages):
+        for array in (
+            self.num_pages, self.held_from, self.sealed, self.live, self.prefilling, self.prompt_pages, self.final_pages,
+            self.misses,
+        ):  # fmt: skip
             array[slot] = 0
+
+    def note_misses(self, misses: np.ndarray) -> None:
+        """Rows fetched per decode step, float64 [num_slots], the same on all ranks; they end with the requests of now."""
+        self.misses[:] = np.where(self.live, misses, 0.0)
 
     def set_held_from(self, slot: int, position: int) -> None:
         """Move the border between pages that may leave and pages that are held."""

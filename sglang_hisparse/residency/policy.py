@@ -180,8 +180,10 @@ class SpillPolicy:
         coordinator.spill(self._releasable_of(np.flatnonzero(used)).tolist())
 
     def _promote_one_request(self) -> None:
-        """The request with the fewest host-only pages becomes fully resident, if that leaves the high watermark free.
+        """The request that misses most for each page that must come back becomes fully resident, if that leaves the high
+        watermark free. Where misses are unknown or equal: the one with the fewest host-only pages.
 
+        A part of a request is never the goal: only a whole one gives back its lease, and the resolver counts by request.
         Pages that no request uses make room for it first: they are colder than any page of a running one. What comes back
         that way is spilled again only for want of free pages, after every unused one, so the two do not chase each other.
         Bounded per step, newest pages first; its lease ends with its last host-only page. A request is begun only when all
@@ -193,10 +195,11 @@ class SpillPolicy:
             return
         unused = self._unused_pages()
         room = coordinator.device_pages.num_free + unused.size - self.watermark_high_pages
-        sized = sorted((book.host_pages(slot), slot) for slot in leased)
-        for count, slot in sized:
-            if count > room or room <= 0:
-                return
+        if room <= 0:
+            return
+        sized = [(count, slot) for slot in leased if (count := book.host_pages(slot)) <= room]
+        # First those that have nothing left to bring back: their leases end.
+        for count, slot in sorted(sized, key=lambda item: (item[0] > 0, -book.misses[item[1]] / max(item[0], 1), item)):
             row = book.pages(slot)
             on_host = row[book.state[row] == _HOST][::-1]
             batch = on_host[: coordinator.policy.promote_pages_per_step].tolist()

@@ -14,12 +14,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from admission_server import Clock, FakeLink
 from hypothesis import given
 from hypothesis import strategies as st
 from runtime_world import PAGE, Sizes, World, make_world
 
+from sglang_hisparse import admission_view
 from sglang_hisparse.admission import (
     PATIENCE_ROUNDS,
     QUIET_ROUNDS,
@@ -32,6 +34,7 @@ from sglang_hisparse.admission import (
     worth_admitting,
 )
 from sglang_hisparse.admission_view import gate_for, pool_of, share_of, time_link
+from sglang_hisparse.kernels.row_counts import RowCounts
 from sglang_hisparse.memory.budget import HiSparsePrefillBudget
 
 POSITIVE = st.floats(1e-6, 10.0)
@@ -259,8 +262,10 @@ from sglang_hisparse.admission_view import share_of
 from sglang_hisparse.ranks import is_first
 torch.distributed.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=int(sys.argv[2]), world_size=2)
 group = torch.distributed.new_group([0, 1], backend="gloo")
-share = share_of(group)
+share, share_many = share_of(group), share_of(group, 300)
 for round in range(3):
+    many = share_many([i / (7 + round) for i in range(300)] if is_first(group) else None)
+    assert many == [i / (7 + round) for i in range(300)]
     print(*share((0.1 + round, 2.0, 1 / 3, 1e-9) if is_first(group) else None), flush=True)
 # Gloo's threads end the process with an error where the interpreter ends under them.
 torch.distributed.barrier()
@@ -269,7 +274,8 @@ torch.distributed.destroy_process_group()
 
 
 def test_the_first_ranks_figures_reach_all_bit_by_bit(tmp_path: Path) -> None:
-    """Goal: what ranks decide by is equal to the last bit. Method: two processes over gloo, three rounds."""
+    """Goal: what ranks decide by is equal to the last bit. Method: two processes over gloo, three rounds of the gate's figures
+    and of one for each of many slots."""
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", RANK, str(tmp_path / "meeting"), str(rank)], stdout=subprocess.PIPE, text=True
@@ -388,3 +394,27 @@ def test_no_gate_where_none_is_wanted(word: str) -> None:
         elsewhere = SimpleNamespace(device=SimpleNamespace(type="cuda"))
         if word == "latency":
             assert gate_for(SimpleNamespace(worker=elsewhere)) is None
+
+
+def test_the_gate_ends_the_rounds_of_the_misses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: a GPU server's book has the resolver's misses. Method: the gate of a pool that says it is a GPU's, planted counts,
+    rounds with and without host-only pages."""
+    with make_world(admission="throughput") as world:
+        rows, steps, on_host = np.zeros((len(world.residency.book.lives), 5), dtype=np.int64), iter((32, 64, 96, 128)), [1]
+        monkeypatch.setattr(admission_view, "time_link", lambda _: 1e9)
+        monkeypatch.setattr(admission_view, "pool_of", lambda _: pool(host_pages=on_host[0]))
+        with monkeypatch.context() as patch:
+            patch.setattr(world.runtime.worker, "device", SimpleNamespace(type="cuda"))
+            gate = gate_for(world.runtime)
+        assert gate is not None
+        slot = world.start(5 * PAGE).slot
+
+        def count() -> RowCounts:
+            return RowCounts(step, rows.copy())
+
+        monkeypatch.setattr(world.runtime.hot, "latest_counts", count)
+        for step in steps:
+            rows[slot] += (0, 0, 32, 0, 64)  # two layers in the group
+            on_host[0] = step < 128
+            run_round(gate)
+            assert world.residency.book.misses[slot] == (2.0 if step == 96 else 0.0), step

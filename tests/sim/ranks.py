@@ -12,7 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from sglang_hisparse.residency import DevicePages, ResidencyCoordinator, SpillPolicy
+from sglang_hisparse.residency.misses import MissMeter, MissRounds
 from sglang_hisparse.residency.types import PageTransfer
 from sim.gpu_model import GpuModel, Violation
 from sim.options import Options
@@ -40,6 +43,8 @@ class Rank:
     completions: list[tuple[int, int]] = field(default_factory=list)  # (due step, transfer id)
     completed: set[int] = field(default_factory=set)
     ended: set[int] = field(default_factory=set)  # failed
+    fetched: np.ndarray | None = None  # int64 [slots]: what its resolver claims to have counted, unlike any other rank's
+    misses: Any = None
 
 
 class Ranks:
@@ -51,6 +56,10 @@ class Ranks:
         self.generation = [0] * (options.limits.num_logical_pages + 1)
         self.transfer_of: dict[int, tuple[int, int]] = {}  # id -> (page, its generation)
         self.stale = 0
+        # Of its own: the schedule of a seed does not depend on what is counted.
+        self.noise = np.random.default_rng(seed)
+        self.round_steps = int(self.noise.integers(1, 4))
+        self.counted_steps = self.miss_rounds = 0
         self.members = [self._make_rank(parts) for _ in range(options.num_ranks)]
         self.first = self.members[0]
 
@@ -63,7 +72,29 @@ class Ranks:
 
         rank.coordinator = parts.coordinator(self.options.limits, self.options.policy, pages, sink)
         rank.policy = parts.policy(rank.coordinator)
+        rank.fetched = np.zeros(self.options.limits.num_slots, dtype=np.int64)
+        book = rank.coordinator.book
+        meter = MissMeter(book, lambda: (self.counted_steps, rank.fetched.copy()), self.round_steps)
+        rank.misses = MissRounds(book, meter, lambda measured: self.share(rank, measured))
         return rank
+
+    # -- misses -----------------------------------------------------------------------------------------------------
+
+    def share(self, rank: Rank, measured: np.ndarray) -> np.ndarray:
+        """What the first rank has measured, for every rank."""
+        if rank is self.first:
+            self.shared = measured
+        return self.shared
+
+    def count_misses(self) -> None:
+        """A decode step: each rank counts rows of its own choosing; now and then a round ends, on all of them at once."""
+        self.counted_steps += 1
+        for rank in self.members:
+            rank.fetched += self.noise.integers(0, 100, rank.fetched.shape)
+        if self.counted_steps % self.round_steps == 0:
+            for rank in self.members:
+                rank.misses.end_round(True)
+            self.miss_rounds += bool(self.first.coordinator.book.misses.any())
 
     def each(self, call: Callable[[Rank], Any]) -> Any:
         """The answer of all ranks."""

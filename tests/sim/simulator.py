@@ -27,11 +27,12 @@ class Simulation:
     """Drives one schedule; `num_launches`, `ranks` and `options` are for reports."""
 
     ranks_class: type[Ranks] = Ranks
+    draw_options = staticmethod(Options.draw)
 
     def __init__(self, seed: int, parts: Parts = Parts()) -> None:  # noqa: B008 (frozen)
         self.seed = seed
         self.rng = random.Random(seed)
-        self.options = Options.draw(self.rng)
+        self.options = self.draw_options(self.rng)
         self.page_size = self.options.limits.page_size
         self.ranks = self.ranks_class(self.options, parts, self.rng, seed)
         self.tree = RadixModel(self.page_size)
@@ -309,6 +310,7 @@ class Simulation:
     def _before_forward(self, slots: list[int]) -> None:
         """Tick, take the plan, execute it; the same on every rank, save for what it waits for."""
         plans = []
+        self.ranks.count_misses()
         for rank in self.ranks.members:
             rank.policy.tick()
             plan = rank.coordinator.take_plan()

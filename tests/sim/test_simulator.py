@@ -43,6 +43,7 @@ def run_many(first: int, count: int) -> Counter[str]:
         totals.update(asdict(rank.coordinator.counters))
         totals.update({f"read {kind}": number for kind, number in rank.gpu.num_reads.items()})
         totals.update({"stale": simulation.ranks.stale, "forwards": simulation.num_launches})
+        totals.update({"ordered by misses": simulation.ranks.miss_rounds})
         totals.update({"several ranks": options.num_ranks > 1, "ledger": options.ledger})
         totals.update({"no overlap": not options.overlap, "no radix": not options.radix})
     return totals
@@ -55,7 +56,7 @@ def test_fixed_schedules() -> None:
     for event in (
         "pages_mirrored", "pages_spilled", "pages_promoted", "leases_acquired", "pages_rehomed",
         "stale_acknowledgements", "refusals", "read resident", "read hot", "read host", "read streamed", "stale",
-        "several ranks", "no overlap", "no radix", "ledger",
+        "several ranks", "no overlap", "no radix", "ledger", "ordered by misses",
     ):  # fmt: skip
         assert totals[event] >= 50, (event, totals[event])
     assert totals["leases_acquired"] == totals["leases_released"]
