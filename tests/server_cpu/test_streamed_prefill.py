@@ -154,6 +154,7 @@ def test_a_short_extend_promotes_nothing_and_spills_nobody(overlap: bool) -> Non
         assert again.cached_tokens == 1088
         assert after["pages_promoted"] == before["pages_promoted"]
         assert after["streamed_extends"] > before["streamed_extends"]
+        assert after["streamed_unions"] > before["streamed_unions"]
         engine.run_until_idle()
         assert_outputs([history, *others, again])
         long_turn = engine.submit([*again.prompt, *again.output, *range(20, 320)], 5)
