@@ -352,6 +352,7 @@ def tiny(device: str) -> None:
         world.decode_step()
     page_copies(device)
     gathers(device)
+    unions(device)
     translations(device)
     audits(device)
 
@@ -362,6 +363,7 @@ def all_checks(device: str, steps: int, seed: int) -> dict[str, Callable[[], str
         "translations": lambda: translations(device),
         "page copies": lambda: page_copies(device),
         "gathers": lambda: gathers(device),
+        "unions": lambda: unions(device),
         "oracle fuzz": lambda: fuzz(device, steps, seed),
         "serving shapes": lambda: serving_shapes(device),
         "same as CPU library": lambda: same_as_cpu(device),

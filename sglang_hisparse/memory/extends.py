@@ -120,7 +120,8 @@ class Extends:
         else:
             slot, chunk_pages = req.kv.req_pool_idx, 0
             pages, is_streamed = self.residency.book.pages(slot).tolist(), self.residency.book.streams(slot)
-        return _Request(pages, is_new, is_streamed, seq_len, batch.extend_lens[index], seq_len >= total, prompt_pages, final_pages, chunk_pages)
+        ends, new_tokens = seq_len >= total, batch.extend_lens[index]
+        return _Request(pages, is_new, is_streamed, seq_len, new_tokens, ends, prompt_pages, final_pages, chunk_pages)
 
     def attach(self, slots: Sequence[int]) -> None:
         """SGLang has given the batch its request slots, in batch order; it allocates tokens next."""

@@ -12,7 +12,11 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("check", [kernel_checks.page_copies, kernel_checks.gathers, kernel_checks.unions], ids=lambda check: check.__name__)
+@pytest.mark.parametrize(
+    "check",
+    [kernel_checks.page_copies, kernel_checks.gathers, kernel_checks.unions],
+    ids=lambda check: check.__name__,
+)
 def test_copies(device: str, check) -> None:
     """Goal: bytes arrive where they belong and nowhere else. Method: against torch indexing."""
     assert check(device)
