@@ -61,11 +61,11 @@ inline int table_bits_for(int k) {
   return bits;
 }
 
-__host__ __device__ __forceinline__ int used_words(int buffer_size) { return (buffer_size + 127) / 128 * 4; }
-__host__ __device__ __forceinline__ int order_words(int buffer_size) { return (buffer_size + 15) / 16 * 4; }
-__host__ __device__ __forceinline__ int skewed_words(int buffer_size) { return order_words(buffer_size) + (order_words(buffer_size) / 32 + 4) / 4 * 4; }
+__host__ __device__ constexpr int used_words(int buffer_size) { return (buffer_size + 127) / 128 * 4; }
+__host__ __device__ constexpr int order_words(int buffer_size) { return (buffer_size + 15) / 16 * 4; }
+__host__ __device__ constexpr int skewed_words(int buffer_size) { return order_words(buffer_size) + (order_words(buffer_size) / 32 + 4) / 4 * 4; }
 
-inline int64_t resolver_shared_bytes(int buffer_size, int num_hot_pages) {
+constexpr int64_t resolver_shared_bytes(int buffer_size, int num_hot_pages) {
   const int64_t words = int64_t{used_words(buffer_size)} + skewed_words(buffer_size) + num_hot_pages;
   return static_cast<int64_t>(sizeof(RowMemory)) + 4 * words;
 }

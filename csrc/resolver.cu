@@ -16,7 +16,9 @@ cudaError_t device_limits(DeviceLimits& limits) {
   return cudaDeviceGetAttribute(&limits.multiprocessors, cudaDevAttrMultiProcessorCount, device);
 }
 
-// As many blocks per row as find a multiprocessor each; two would fit on one, so that no cluster waits for its place.
+// As many blocks per row as find a multiprocessor each; two would fit on one, so that no cluster waits for its place. With 32 rows that
+// is four. Two would take 1 us less where nothing is missed, but then a request that misses everything beside others that miss nothing
+// takes 1.6 times what the same misses take when spread evenly, and with four 1.1 times.
 int choose_cluster(int rows, int multiprocessors) {
   int blocks = 8;
   while (blocks > 1 && rows * blocks > multiprocessors) blocks /= 2;

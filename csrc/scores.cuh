@@ -21,7 +21,11 @@ struct ScoreMemory {
   uint32_t* histograms;  // [kHistograms, kDigits]
 };
 
-inline int64_t score_shared_bytes(int buffer_size) { return 16 + 16 * int64_t{order_words(buffer_size)} + 4 * kHistograms * kDigits; }
+constexpr int64_t score_shared_bytes(int buffer_size) { return 16 + 16 * int64_t{order_words(buffer_size)} + 4 * kHistograms * kDigits; }
+
+// What a block of compute capability 9.0 and 10.0 may have; a launch that needs more of it fails with "too many resources requested".
+static_assert(resolver_shared_bytes(kMaxBufferSize, kMaxBufferSize / 64) + score_shared_bytes(kMaxBufferSize) <= 227 * 1024,
+              "the largest buffer in pages of 64 must fit");
 
 __device__ __forceinline__ ScoreMemory carve_scores(const ResolveParams& p, const Shared& s) {
   auto* keys = reinterpret_cast<uint32_t*>(s.hot_pages + (p.num_hot_pages + 3) / 4 * 4);

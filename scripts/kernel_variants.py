@@ -4,7 +4,8 @@
     python3 scripts/kernel_variants.py --cases 1x102 32x0 --row-bytes 656
 
 Microseconds per call in a replayed graph. `none` copies nothing and `lookup` stops once hits are known: both show where time goes
-and have no answers to check. `floor` is a kernel that does next to nothing, in a graph of the same length.
+and have no answers to check. Calls overlap the one before, but for those without `overlap` in their name. `floor` is a kernel that
+does next to nothing, in a graph of the same length.
 """
 
 from __future__ import annotations
@@ -20,9 +21,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from resolver_workload import STEPS, Case, Ours, Variant, Workload, captured, median_us, time_ours
+from resolver_workload import STEPS, Case, Ours, Variant, Workload, captured, floor_us, median_us, time_ours
 
-from sglang_hisparse.kernels.library import library_of
 from sglang_hisparse.kernels.resolver import CopyMethod
 
 CASES = ["1x0", "1x102", "1x307", "1x614", "8x102", "8x614", "32x0", "32x102", "64x102", "64x614"]
@@ -45,7 +45,7 @@ def variants(batch: int) -> list[Variant]:
     """Automatic choice first, then every number of blocks that fits, then one change at a time."""
     blocks = [Variant(blocks) for blocks in (1, 2, 4, 8) if blocks * batch <= BLOCKS_ON_CHIP]
     parts = [Variant(method=method, overlap=overlap) for method in UNCHECKED for overlap in (False, True)]
-    return [Variant(), *blocks, Variant(translated=False), Variant(overlap=True), *parts]
+    return [Variant(), *blocks, Variant(translated=False), Variant(overlap=False), *parts]
 
 
 def timed(work: Workload, variant: Variant, *, resident: bool = False) -> tuple[float, bool | None]:
@@ -55,13 +55,6 @@ def timed(work: Workload, variant: Variant, *, resident: bool = False) -> tuple[
     ours = Ours(work, Variant(variant.blocks, options=variant.options), resident)  # filled with real copies
     ours.arguments |= {"copy_method": variant.method, "overlap_launch": variant.overlap}
     return median_us(captured(ours.call), ours.prepare, STEPS), None
-
-
-def floor_us() -> float:
-    """A graph of single-block kernels that translate one address."""
-    ids, table = torch.ones(1, dtype=torch.int32, device="cuda"), torch.ones(2, dtype=torch.int32, device="cuda")
-    out, library = torch.empty_like(ids), library_of(ids)
-    return median_us(captured(lambda _: library.translate(ids, table, out, 1, -1)), lambda: None, STEPS)
 
 
 def measure(row_bytes: int, cases: list[str], top_k: int, buffer: int) -> list[Tried]:
@@ -78,7 +71,7 @@ def measure(row_bytes: int, cases: list[str], top_k: int, buffer: int) -> list[T
         for variant in variants(batch):
             note(text, str(variant), timed(work, variant))
         if misses == 0:
-            for variant in (Variant(), Variant(translated=False), Variant(overlap=True), *map(Variant, (1, 2, 4, 8))):
+            for variant in (Variant(), Variant(translated=False), Variant(overlap=False), *map(Variant, (1, 2, 4, 8))):
                 note(f"{batch} resident", str(variant), timed(work, variant, resident=True))
         del work
     return tried

@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -49,12 +49,14 @@ class Case:
 class Variant:
     """One way to run our resolver; the default is how it is served. scored: rows leave by the scores of the step.
 
+    overlap: each call is launched to overlap the kernel ahead of it; in a graph of calls that is the call before.
+
     options: further keyword arguments of `resolve`.
     """
 
     blocks: int = 0
     method: CopyMethod = CopyMethod.LOADS
-    overlap: bool = False
+    overlap: bool = True
     translated: bool = True
     scored: bool = False
     options: tuple[tuple[str, Any], ...] = ()
@@ -333,11 +335,27 @@ def time_ours(
     return took, bool(correct)
 
 
-def time_resident(
-    work: Workload, overlap: bool = False, options: Mapping[str, Any] | None = None
-) -> tuple[float, bool]:
-    """As `time_ours`, with every page resident and no lease: a translation only."""
-    return time_ours(work, Variant(overlap=overlap, options=tuple((options or {}).items())), resident=True)
+def floor_us(device: str = "cuda") -> float:
+    """Microseconds per kernel of a graph of kernels that translate one address, launched plainly."""
+    return median_us(captured(small_kernel(device)), lambda: None, STEPS)
+
+
+def small_kernel(device: str) -> Callable[[int], None]:
+    """What launches one block that does next to nothing, plainly."""
+    ids, table = torch.ones(1, dtype=torch.int32, device=device), torch.ones(2, dtype=torch.int32, device=device)
+    out, library = torch.empty_like(ids), library_of(ids)
+    return lambda _: library.translate(ids, table, out, 1, -1)
+
+
+def time_behind(work: Workload, variant: Variant = Variant(), *, resident: bool = False) -> tuple[float, bool]:
+    """As `time_ours`, each call behind a small kernel that lets nothing start early, as in serving; that kernel's time included."""
+    ours, ahead = Ours(work, variant, resident), small_kernel(work.on)
+
+    def call(step: int) -> None:
+        ahead(step)
+        ours.call(step)
+
+    return median_us(captured(call), ours.prepare, STEPS, 11), ours.correct(STEPS - 1)
 
 
 def time_sample(num_groups: int, num_slots: int, device: str = "cuda") -> tuple[float, bool]:

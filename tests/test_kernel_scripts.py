@@ -19,6 +19,8 @@ import resolver_plot
 import resolver_workload as workload
 from resolver_workload import Case, Ours, Variant, Workload
 
+from sglang_hisparse.transfer import hot_buffer
+
 SMALL = Case(row_bytes=48, top_k=128, buffer=256, batch=3, misses=9)
 
 
@@ -46,12 +48,40 @@ def test_every_step_misses_what_the_case_says(spread: list[int] | None) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"pitch": 64}, {"spread": [128, 0, 3]}], ids=str)
-@pytest.mark.parametrize("variant", [Variant(), Variant(translated=False), Variant(scored=True)], ids=str)
+@pytest.mark.parametrize(
+    "variant", [Variant(), Variant(translated=False, overlap=False), Variant(scored=True)], ids=str
+)
 def test_a_timed_point_is_right(options: dict[str, Any], variant: Variant) -> None:
     """Goal: the benchmark's own check passes where the resolver is right. Method: time small points with the CPU library."""
     took, correct = workload.time_ours(work(**options), variant, replays=1)
     assert correct and took > 0
     assert workload.time_ours(work(**options), variant, resident=True, replays=1)[1]
+    took, correct = workload.time_behind(work(**options), variant)
+    assert correct and took > 0
+
+
+def test_the_default_is_what_serving_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: figures are of the resolver as it is served. Method: the arguments that the hot buffers pass, beside the default's."""
+    passed: dict[str, Any] = {}
+    monkeypatch.setattr(hot_buffer, "resolve", lambda **arguments: passed.update(arguments))
+    table, bases = torch.zeros(3, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+    buffers = hot_buffer.HotBuffers(
+        groups=hot_buffer.GroupTable.from_reuse_flags(None, 1),
+        num_slots=2,
+        buffer_size=4,
+        page_size=4,
+        top_k=4,
+        max_pages=2,
+        row_bytes=16,
+        page_table=table,
+        host_bases=bases,
+        device_bases=bases,
+    )
+    rows = torch.zeros((1, 4), dtype=torch.int32)
+    buffers.resolve(0, rows, table[None, :2], table[:1], table[:1])
+    timed = Ours(work()).arguments
+    for name in ("translated_pages", "overlap_launch", "cluster_blocks", "copy_method"):
+        assert passed.get(name, 0) == timed[name], name
 
 
 def test_a_buffer_that_is_no_multiple_of_k_is_filled() -> None:

@@ -123,6 +123,8 @@ class HotBuffers:
             page_size=self.page_size,
             out=self.rows(num_rows),
             translated_pages=True,
+            # Its blocks take their places while the kernel ahead ends, and wait for that end before they read anything.
+            overlap_launch=True,
             scores=None if self.scores is None else self.scores.take(leader_layer),
         )
         return self.rows(num_rows)
