@@ -1,5 +1,6 @@
 """Tests of scripts/bench_extend.py, on the CPU library: what it times is right, and its border is the right one."""
 
+import itertools
 import pathlib
 import sys
 
@@ -14,7 +15,7 @@ from bench_extend import Row
 def test_neighbours_share_most_of_their_top_k() -> None:
     """Goal: a token drops 15 % of its positions, none comes twice. Method: compare neighbours as sets."""
     chosen = bench_extend.selections(5000, 20, 200)
-    for before, after in zip(chosen, chosen[1:], strict=False):
+    for before, after in itertools.pairwise(chosen):
         assert len({*after.tolist()}) == 200 and len({*before.tolist()} & {*after.tolist()}) == 170
     assert bench_extend.selections(100, 3, 200).shape == (3, 100)
 
