@@ -44,6 +44,12 @@ void gather_rows(TensorView host_bases, TensorView device_bases, TensorView host
   launch_on(host_rows.device(), launch_gather_rows, params, "gather_rows");
 }
 
+void union_fetch(TensorView ids, TensorView table, TensorView host_base, TensorView scratch_base, TensorView marks, TensorView fetched,
+                 int64_t host_places, int64_t row_bytes, int64_t page_size) {
+  const UnionFetchTensors tensors{ids, table, host_base, scratch_base, marks, fetched};
+  launch_on(ids.device(), launch_union_fetch, make_union_fetch_params(tensors, host_places, row_bytes, page_size), "union_fetch");
+}
+
 void audit(TensorView rows, TensorView top_k, TensorView page_rows, TensorView seq_lens, TensorView num_real_rows, TensorView page_table,
            TensorView host_bases, TensorView device_bases, int64_t row_bytes, int64_t page_size, TensorView counts) {
   const AuditTensors tensors{rows, top_k, page_rows, seq_lens, num_real_rows, page_table, host_bases, device_bases, counts};
@@ -68,6 +74,7 @@ void translate(TensorView ids, TensorView page_table, TensorView out, int64_t pa
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(resolve, hisparse::resolve);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(copy_pages, hisparse::copy_pages);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather_rows, hisparse::gather_rows);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(union_fetch, hisparse::union_fetch);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(audit, hisparse::audit);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(sum_counters, hisparse::sum_counters);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(translate_pages, hisparse::translate_pages);

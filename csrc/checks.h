@@ -241,6 +241,36 @@ inline GatherRowsParams make_gather_rows_params(const TensorView& host_bases, co
   return p;
 }
 
+struct UnionFetchTensors {
+  TensorView ids, table, host_base, scratch_base, marks, fetched;
+};
+
+inline UnionFetchParams make_union_fetch_params(const UnionFetchTensors& t, int64_t host_places, int64_t row_bytes, int64_t page_size) {
+  const DLDeviceType device = t.ids.device().device_type == kDLCUDAHost ? kDLCPU : t.ids.device().device_type;
+  const auto expect = [&](const char* name) { return Expected{name, 1, device, t.ids.device().device_id}; };
+  UnionFetchParams p{};
+  p.ids = int32_data(t.ids, expect("ids"));
+  p.table = int32_data(t.table, expect("table"));
+  p.host_base = int64_data(t.host_base, expect("host_base"));
+  p.scratch_base = int64_data(t.scratch_base, expect("scratch_base"));
+  p.marks = reinterpret_cast<uint32_t*>(const_cast<int32_t*>(int32_data(t.marks, expect("marks"))));
+  p.fetched = const_cast<int64_t*>(int64_data(t.fetched, expect("fetched")));
+  p.page_shift = page_shift_of(page_size);
+  check_size("host_base", t.host_base.size(0), 1);
+  check_size("scratch_base", t.scratch_base.size(0), 1);
+  check_size("fetched", t.fetched.size(0), 1);
+  TVM_FFI_CHECK(t.table.size(0) >= 1, ValueError) << "table must hold at least the pad page";
+  TVM_FFI_CHECK(host_places >= 0 && (host_places + 1) * page_size <= t.marks.size(0) * 32, ValueError)
+      << "marks has bits for " << t.marks.size(0) * 32 << " rows, " << host_places << " host-only pages need more";
+  TVM_FFI_CHECK(row_bytes > 0 && row_bytes % 16 == 0 && row_bytes <= 65536, ValueError)
+      << "row_bytes must be a multiple of 16 up to 65536, not " << row_bytes;
+  p.count = t.ids.size(0);
+  p.num_logical_pages = static_cast<int32_t>(t.table.size(0) - 1);
+  p.host_places = static_cast<int32_t>(host_places);
+  p.row_bytes = static_cast<int32_t>(row_bytes);
+  return p;
+}
+
 struct AuditTensors {
   TensorView rows, top_k, page_rows, seq_lens, num_real_rows, page_table, host_bases, device_bases, counts;
 };

@@ -7,6 +7,7 @@ namespace hisparse {
 int launch_resolve(const ResolveParams& params, void* stream);
 int launch_copy_pages(const CopyPagesParams& params, void* stream);
 int launch_gather_rows(const GatherRowsParams& params, void* stream);
+int launch_union_fetch(const UnionFetchParams& params, void* stream);
 int launch_audit(const AuditParams& params, void* stream);
 int launch_sum_counters(const SumCountersParams& params, void* stream);
 int launch_translate_pages(const TranslatePagesParams& params, void* stream);

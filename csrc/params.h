@@ -95,6 +95,17 @@ struct GatherRowsParams {
   int32_t rows, layers, row_bytes, max_blocks;
 };
 
+struct UnionFetchParams {
+  const int32_t* ids;           // [count] logical ids, -1: none
+  const int32_t* table;         // [num_logical_pages + 1] page of the scratch, 0: none
+  const int64_t* host_base;     // [1] address of host row 0 of the layer
+  const int64_t* scratch_base;  // [1] address of row 0 of its half
+  uint32_t* marks;              // one bit a row of the scratch: it has been copied
+  int64_t* fetched;             // [1] rows copied; added to
+  int64_t count;
+  int32_t num_logical_pages, host_places, row_bytes, page_shift;  // host_places: pages 1 to that of the scratch are host-only
+};
+
 struct AuditParams {
   const int32_t* rows;           // [num_rows, k] answers of the resolver
   const int32_t* top_k;          // the rest as in ResolveParams

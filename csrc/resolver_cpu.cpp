@@ -247,6 +247,26 @@ void gather_rows(TensorView host_bases, TensorView device_bases, TensorView host
                   reinterpret_cast<const char*>(p.host_bases[layer] + p.host_rows[row] * p.host_row_bytes), p.row_bytes);
 }
 
+void union_fetch(TensorView ids, TensorView table, TensorView host_base, TensorView scratch_base, TensorView marks, TensorView fetched,
+                 int64_t host_places, int64_t row_bytes, int64_t page_size) {
+  require_cpu(ids, "union_fetch");
+  const UnionFetchTensors tensors{ids, table, host_base, scratch_base, marks, fetched};
+  const UnionFetchParams p = make_union_fetch_params(tensors, host_places, row_bytes, page_size);
+  for (int64_t i = 0; i < p.count; i++) {
+    const int64_t id = p.ids[i], page = id >> p.page_shift;
+    if (id < 0 || page > p.num_logical_pages) continue;
+    const int32_t place = p.table[page];
+    if (place < 1 || place > p.host_places) continue;
+    const int64_t row = (int64_t{place} << p.page_shift) + (id & ((int64_t{1} << p.page_shift) - 1));
+    const uint32_t bit = uint32_t{1} << (row & 31);
+    if (p.marks[row >> 5] & bit) continue;
+    p.marks[row >> 5] |= bit;
+    *p.fetched += 1;
+    std::memcpy(reinterpret_cast<char*>(*p.scratch_base + row * p.row_bytes),
+                reinterpret_cast<const char*>(*p.host_base + id * p.row_bytes), p.row_bytes);
+  }
+}
+
 // Host row of a valid entry whose page is host-only, else -1.
 int64_t host_only_row(const AuditParams& p, int64_t row, int64_t position) {
   const int64_t page = position >> p.page_shift;
@@ -327,6 +347,7 @@ void translate(TensorView ids, TensorView page_table, TensorView out, int64_t pa
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(resolve, hisparse::resolve);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(copy_pages, hisparse::copy_pages);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather_rows, hisparse::gather_rows);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(union_fetch, hisparse::union_fetch);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(audit, hisparse::audit);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(sum_counters, hisparse::sum_counters);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(translate_pages, hisparse::translate_pages);

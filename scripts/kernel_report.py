@@ -20,7 +20,7 @@ from pathlib import Path
 from sglang_hisparse.kernels.build import CUDA_FLAGS, cuda_home, source_folder
 
 ARCHITECTURES = ("9.0a", "10.0a")
-SOURCES = ("resolver.cu", "page_copy.cu", "counters.cu")
+SOURCES = ("resolver.cu", "page_copy.cu", "union_fetch.cu", "counters.cu")
 PATTERN = re.compile(
     r"Compiling entry function '(?P<name>[^']+)' for '(?P<arch>\w+)'.*?"
     r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads.*?"

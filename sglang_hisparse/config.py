@@ -164,6 +164,15 @@ class HiSparseConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             "layer; with more, the prefix is brought back to the GPU first",
         ),
     ] = 1024
+    union_extend_tokens: Annotated[
+        int,
+        Meta(ge=0, le=1 << 30),
+        KeyText(
+            "tokens",
+            "a forward with at most this many new tokens reads of a prefix on the host only the rows that they select, where "
+            "these are expected to be fewer than all; 0 switches this off",
+        ),
+    ] = 128
     record_file: (
         Annotated[
             str,
@@ -251,6 +260,7 @@ class HiSparseConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             promote_bytes_per_step=self.promote_mib_per_step * MIB,
             prefill_scratch_tokens=self.prefill_scratch_tokens,
             stream_extend_tokens=self.stream_extend_tokens,
+            union_extend_tokens=self.union_extend_tokens,
             record_file=self.record_file,
             storage_backend=self.storage_backend,
             storage_extra_config=self.storage_extra_config,
@@ -306,6 +316,7 @@ class ResolvedConfig:
     storage_wait_seconds: float = 3.0
     prefill_scratch_tokens: int | None = None
     stream_extend_tokens: int = 1024
+    union_extend_tokens: int = 128
     eviction: Eviction = Eviction.LRU
     admission: Admission = Admission.THROUGHPUT
 

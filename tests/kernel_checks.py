@@ -12,7 +12,7 @@ from resolver_world import Shape, World
 
 from sglang_hisparse.kernels.build import load_cpu, load_cuda
 from sglang_hisparse.kernels.hot_state import table_entries
-from sglang_hisparse.kernels.page_copy import Direction, copy_pages, gather_rows
+from sglang_hisparse.kernels.page_copy import Direction, copy_pages, fetch_union, gather_rows
 from sglang_hisparse.kernels.resolver import apply_table_diff, audit_rows, read_rows, resolve, write_rows
 
 SMALL = [
@@ -252,6 +252,42 @@ def gathers(device: str) -> str:
     return "4 row sizes"
 
 
+def unions(device: str) -> str:
+    """Each selected row on a host place arrives once, in two calls; other rows and marks stay, of every row size."""
+    random = np.random.default_rng(2)
+    logical_pages, places, page = 90, 40, 16
+    for row_bytes, count in ((16, 1), (656, 700), (1152, 5000), (1152, 90_000), (4608, 300)):
+        host = torch.from_numpy(random.integers(1, 255, (logical_pages * page, row_bytes), dtype=np.uint8))
+        host = host.pin_memory() if device == "cuda" else host
+        scratch = torch.zeros((places + 11) * page, row_bytes, dtype=torch.uint8, device=device)
+        table = np.zeros(logical_pages, dtype=np.int32)
+        table[random.permutation(np.arange(1, logical_pages))[: places + 10]] = np.arange(1, places + 11)
+        marks = torch.zeros(-(-len(scratch) // 32), dtype=torch.int32, device=device)
+        fetched = torch.zeros(1, dtype=torch.int64, device=device)
+        ids = random.integers(-1, logical_pages * page + 40, count)
+        want = np.zeros(scratch.shape, dtype=np.uint8)
+        for row in {*ids.tolist()}:
+            place = table[row // page] if 0 <= row < logical_pages * page else 0
+            if 1 <= place <= places:
+                want[place * page + row % page] = host[row].numpy()
+        for part in (ids[: count // 2], ids):
+            fetch_union(
+                ids=torch.from_numpy(part).int().to(device),
+                table=torch.from_numpy(table).to(device),
+                host_base=torch.tensor([host.data_ptr()], device=device),
+                scratch_base=torch.tensor([scratch.data_ptr()], device=device),
+                marks=marks,
+                fetched=fetched,
+                host_places=places,
+                row_bytes=row_bytes,
+                page_size=page,
+            )
+        assert torch.equal(scratch.cpu(), torch.from_numpy(want)), f"{count} ids, rows of {row_bytes} bytes"
+        bits = np.unpackbits(marks.cpu().numpy().view(np.uint8), bitorder="little")[: len(want)]
+        assert (bits == want.any(axis=1)).all() and int(fetched) == bits.sum()
+    return "5 unions"
+
+
 def translations(device: str) -> str:
     """Readers get -1 and writers the pad page for what is not resident; the input stays as it is."""
     table = torch.tensor([0, 3, 0, 7], dtype=torch.int32, device=device)
@@ -316,6 +352,7 @@ def tiny(device: str) -> None:
         world.decode_step()
     page_copies(device)
     gathers(device)
+    unions(device)
     translations(device)
     audits(device)
 
@@ -326,6 +363,7 @@ def all_checks(device: str, steps: int, seed: int) -> dict[str, Callable[[], str
         "translations": lambda: translations(device),
         "page copies": lambda: page_copies(device),
         "gathers": lambda: gathers(device),
+        "unions": lambda: unions(device),
         "oracle fuzz": lambda: fuzz(device, steps, seed),
         "serving shapes": lambda: serving_shapes(device),
         "same as CPU library": lambda: same_as_cpu(device),

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tvm_ffi import Module
 
 CACHE_VARIABLE = "SGLANG_HISPARSE_CACHE_DIR"
-CUDA_SOURCES = ("resolver.cu", "page_copy.cu", "counters.cu", "binding.cpp")
+CUDA_SOURCES = ("resolver.cu", "page_copy.cu", "union_fetch.cu", "counters.cu", "binding.cpp")
 CPU_SOURCES = ("resolver_cpu.cpp",)
 CUDA_FLAGS = ("-std=c++20", "-O3", "--expt-relaxed-constexpr", "-lineinfo")
 CPP_FLAGS = ("-std=c++20", "-O3")

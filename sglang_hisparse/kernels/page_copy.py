@@ -64,3 +64,25 @@ def gather_rows(
         row_bytes if host_row_bytes is None else host_row_bytes,
         max_blocks,
     )
+
+
+def fetch_union(
+    *,
+    ids: torch.Tensor,
+    table: torch.Tensor,
+    host_base: torch.Tensor,
+    scratch_base: torch.Tensor,
+    marks: torch.Tensor,
+    fetched: torch.Tensor,
+    host_places: int,
+    row_bytes: int,
+    page_size: int,
+) -> None:
+    """Copy the host row of each id whose row of the scratch is not marked, and mark it, on the current stream.
+
+    ids int32 [n]: logical ids (= host rows) in any order, repeated or -1. table int32 [logical pages + 1]: page of the scratch;
+    only ids on its pages 1..host_places are copied. host_base, scratch_base int64 [1]: addresses of row 0 of one layer. marks
+    int32 [words]: a bit for each row of the scratch. fetched int64 [1]: the rows copied are added. Rows of `row_bytes`, a
+    multiple of 16, on both sides. All on one device. Raises ValueError or TypeError naming the argument.
+    """
+    library_of(ids).union_fetch(ids, table, host_base, scratch_base, marks, fetched, host_places, row_bytes, page_size)

@@ -7,7 +7,7 @@ Owned by the runtime, which calls it around SGLang's `alloc_for_extend` and arou
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,7 @@ class _Request:
     is_new: bool
     is_streamed: bool
     seq_len: int
+    new_tokens: int
     prefill_ends: bool
     prompt_pages: int
     final_pages: int
@@ -39,12 +40,14 @@ class _Request:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """The slots of the batch that was allocated last, the lengths that its forward brings them to, whether they decode then."""
+    """The slots of the batch that was allocated last, the lengths that its forward brings them to, whether they decode then;
+    new_tokens: those of an extend, over all its requests."""
 
     slots: list[int]
     seq_lens: list[int]
     prefill_ends: list[bool]
     is_extend: bool
+    new_tokens: int = 0
 
 
 class Extends:
@@ -117,7 +120,8 @@ class Extends:
         else:
             slot, chunk_pages = req.kv.req_pool_idx, 0
             pages, is_streamed = self.residency.book.pages(slot).tolist(), self.residency.book.streams(slot)
-        return _Request(pages, is_new, is_streamed, seq_len, seq_len >= total, prompt_pages, final_pages, chunk_pages)
+        ends, new_tokens = seq_len >= total, batch.extend_lens[index]
+        return _Request(pages, is_new, is_streamed, seq_len, new_tokens, ends, prompt_pages, final_pages, chunk_pages)
 
     def attach(self, slots: Sequence[int]) -> None:
         """SGLang has given the batch its request slots, in batch order; it allocates tokens next."""
@@ -137,7 +141,13 @@ class Extends:
 
     def end(self) -> Launch:
         requests, self._requests = self._requests, []
-        return Launch(self.slots, [r.seq_len for r in requests], [r.prefill_ends for r in requests], is_extend=True)
+        return Launch(
+            self.slots,
+            [r.seq_len for r in requests],
+            [r.prefill_ends for r in requests],
+            is_extend=True,
+            new_tokens=sum(r.new_tokens for r in requests),
+        )
 
     def continued_chunk(self) -> tuple[int, int] | None:
         """(pages that the request has which is between two chunks of its prefill, its longest chunk in pages, 0 unless it is
@@ -166,7 +176,8 @@ class Extends:
             return
         self.stream.end()
         if launch is not None and launch.is_extend and (plan := self.residency.plan_stream(launch.slots)) is not None:
-            self.stream.begin(plan)
+            union = self.rule.fetches_union(launch.new_tokens, len(plan.host_pages) * self.page_size)
+            self.stream.begin(replace(plan, union=union))
 
     def after_forward(self) -> None:
         if self.stream is not None:

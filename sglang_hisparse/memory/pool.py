@@ -199,6 +199,7 @@ class HiSparsePool(HiSparseDSATokenToKVPool):
         if compressed_indices.ndim == 1:
             return self.write_rows(compressed_indices)
         if (stream := self._running_stream()) is not None:
+            stream.select(compressed_indices)
             return rows_for_reading(compressed_indices, stream.table, self.page_size)
         return self.read_rows(compressed_indices)
 

@@ -111,6 +111,8 @@ def prefill_rule(limits: ResidencyLimits) -> PrefillRule:
         scratch_pages=scratch_pages,
         chunk_pages=chunk_pages,
         short_extend_tokens=settings.resolved().stream_extend_tokens,
+        union_tokens=settings.resolved().union_extend_tokens,
+        top_k=settings.resolved().top_k,
     )
 
 

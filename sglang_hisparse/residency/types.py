@@ -118,6 +118,7 @@ class StreamPlan:
     host_pages: np.ndarray  #: logical pages without a device page
     resident_pages: np.ndarray  #: logical pages
     device_pages: np.ndarray  #: the device page of each of them
+    union: bool = False  #: only the rows of `host_pages` that attention selects are read
 
     @property
     def num_pages(self) -> int:

@@ -7,6 +7,12 @@ stream, resident ones (the extend's own new rows among them) from the pool, whil
     side stream      host pages of layer l+1 -> half (l+1) % 2     behind the attention of layer l-1, which read that half
     forward stream   wait for layer l's host pages; resident pages of layer l -> half l % 2; attention of layer l
 
+A short extend reads few of those rows, so that the link would carry the rest for nothing. With `union` in its plan host pages are
+not fetched; when attention translates the ids that a layer selected, the rows of them that lie on host pages are fetched, each
+once a layer. Every other row of a host page in the scratch is then stale, and read by nobody.
+
+    forward stream   resident pages of layer l -> half l % 2; top-k of layer l; its union -> half l % 2; attention of layer l
+
 Owned by the runtime, which calls `begin` before the forward and `finish` after it; the pool calls `stage` where attention asks
 for its rows, so in the order of layers and after the layer's new rows were written. It decides nothing, never waits for the
 device and never writes the pool. Host rows that it reads are not rewritten under it (R7): a copy to the host is ordered behind
@@ -25,7 +31,7 @@ import numpy as np
 import torch
 
 from sglang_hisparse.errors import InvariantError
-from sglang_hisparse.kernels.page_copy import Direction, copy_pages
+from sglang_hisparse.kernels.page_copy import Direction, copy_pages, fetch_union
 from sglang_hisparse.kernels.resolver import apply_table_diff
 from sglang_hisparse.residency.types import StreamPlan
 
@@ -41,13 +47,15 @@ class _Extend:
     host_targets: torch.Tensor
     device_pages: torch.Tensor
     resident_targets: torch.Tensor
+    union: bool = False
     staged: int = -1
+    fetched: int = -1  #: layer whose union was fetched last
     times: _Times | None = None
 
 
 @dataclass(slots=True)
 class _Times:
-    """Events around one extend, on the forward stream, and around each copy of one layer's host pages, on the side stream."""
+    """Events around one extend, on the forward stream, and around each copy of one layer's host pages or rows."""
 
     begun: Any
     ended: Any
@@ -80,13 +88,18 @@ class PrefixStream:
         self.scratch = like.new_zeros((2, (num_pages + 1) * page_size, *like.shape[1:]))
         self.table = torch.zeros_like(page_table)
         self.page_bytes = self.scratch[0, :page_size].nbytes
+        self._page_size, self._row_bytes = page_size, self.page_bytes // page_size
+        self._marks = torch.zeros(-(-self.scratch.shape[1] // 32), dtype=torch.int32, device=page_table.device)
+        self._rows_fetched = torch.zeros(1, dtype=torch.int64, device=page_table.device)
         self._host_bases, self._device_bases = host_bases, device_bases
         halves = torch.tensor([half.data_ptr() for half in self.scratch], dtype=torch.int64)
         self._half_bases = halves.to(page_table.device)
         self._on_gpu = page_table.is_cuda
+        # As of the last union whose forward has run; on the CPU the count itself.
+        self._rows_seen = torch.zeros(1, dtype=torch.int64).pin_memory() if self._on_gpu else self._rows_fetched
         self._extend: _Extend | None = None
         self._measured: deque[_Times] = deque()
-        self._counts = dict.fromkeys(("extends", "host_bytes", "resident_bytes", "link_us", "forward_us"), 0)
+        self._counts = dict.fromkeys(("extends", "unions", "host_bytes", "resident_bytes", "link_us", "forward_us"), 0)
         if self._on_gpu:
             self._side = torch.cuda.Stream(device=page_table.device)
             self._ready = [torch.cuda.Event() for _ in range(2)]  # the half's host pages have arrived
@@ -112,13 +125,16 @@ class PrefixStream:
         index, value, device_pages = lists.split([plan.num_pages, plan.num_pages, len(plan.device_pages)])
         self.table.zero_()
         apply_table_diff(self.table, index, value)
-        self._extend = _Extend(index[:num_host], value[:num_host], device_pages, value[num_host:])
+        self._extend = _Extend(index[:num_host], value[:num_host], device_pages, value[num_host:], plan.union)
         self._counts["extends"] += 1
+        self._counts["unions"] += plan.union
         self._measure()
         if self._on_gpu:
             lists.record_stream(self._side)
             self._extend.times = _Times(_timed_event(), _timed_event())
             self._extend.times.begun.record()
+        if plan.union:
+            return
         self._let_fetch()
         for layer in range(min(2, self.num_layers)):
             self._fetch(layer)
@@ -130,6 +146,8 @@ class PrefixStream:
             raise InvariantError(
                 f"I6: attention asked for {extend.staged + 1} of {self.num_layers} layers of a streamed extend"
             )
+        if extend is not None and extend.union and extend.fetched != self.num_layers - 1:
+            raise InvariantError(f"I6: attention of layer {extend.fetched + 1} read rows of a union without asking for them")
 
     def end(self) -> None:
         """Before the next forward: attention reads the pool again."""
@@ -149,9 +167,13 @@ class PrefixStream:
             return self.scratch[half]
         if layer != extend.staged + 1:
             raise InvariantError(f"I6: layer {layer} of a streamed extend is read after layer {extend.staged}")
-        if self._on_gpu and len(extend.host_pages):
+        if extend.union:
+            if extend.fetched != extend.staged:
+                raise InvariantError(f"I6: layer {layer} is staged before the union of layer {extend.staged} was fetched")
+            self._marks.zero_()
+        elif self._on_gpu and len(extend.host_pages):
             torch.cuda.current_stream().wait_event(self._ready[half])
-        if 0 < layer < self.num_layers - 1:
+        if not extend.union and 0 < layer < self.num_layers - 1:
             self._let_fetch()
             self._fetch(layer + 1)
         self._copy(layer, self._device_bases, extend.device_pages, extend.resident_targets, RESIDENT_COPY_BLOCKS)
@@ -161,6 +183,41 @@ class PrefixStream:
             extend.times.ended.record()
             self._measured.append(extend.times)
         return self.scratch[half]
+
+    def select(self, ids: torch.Tensor) -> None:
+        """Attention of the layer staged last reads the rows of `ids`, int [...], -1 for none; may be called several times.
+
+        Raises InvariantError when no layer was staged."""
+        extend = self._extend
+        if not extend.union:
+            return
+        if (layer := extend.staged) < 0:
+            raise InvariantError("I6: rows of a union were selected before its first layer was staged")
+        times = self._start_timing()
+        fetch_union(
+            ids=ids.to(torch.int32).reshape(-1),
+            table=self.table,
+            host_base=self._host_bases[layer : layer + 1],
+            scratch_base=self._half_bases[layer % 2 : layer % 2 + 1],
+            marks=self._marks,
+            fetched=self._rows_fetched,
+            host_places=len(extend.host_pages),
+            row_bytes=self._row_bytes,
+            page_size=self._page_size,
+        )
+        extend.fetched = layer
+        if times is not None:
+            times[1].record()
+            extend.times.fetches.append(times)
+            if layer == self.num_layers - 1:
+                self._rows_seen.copy_(self._rows_fetched, non_blocking=True)
+
+    def _start_timing(self) -> tuple[Any, Any] | None:
+        if not self._on_gpu:
+            return None
+        times = _timed_event(), _timed_event()
+        times[0].record()
+        return times
 
     def _let_fetch(self) -> None:
         """What the side stream does next comes after everything launched so far: the last reader of the half among it."""
@@ -176,9 +233,8 @@ class PrefixStream:
         if not self._on_gpu:
             self._copy(layer, self._host_bases, extend.host_pages, extend.host_targets)
             return
-        times = _timed_event(), _timed_event()
         with torch.cuda.stream(self._side):
-            times[0].record()
+            times = self._start_timing()
             self._copy(layer, self._host_bases, extend.host_pages, extend.host_targets)
             times[1].record()
             self._ready[layer % 2].record()
@@ -205,10 +261,13 @@ class PrefixStream:
     # -- what it costs ----------------------------------------------------------------------------------------------
 
     def counters(self) -> dict[str, int]:
-        """Since start: extends streamed, bytes copied to the scratch from the host and from the pool, microseconds in which
-        the link was busy with them, and from `begin` to the last layer's attention. Times lag until they have passed."""
+        """Since start: extends streamed, those of them that fetched unions and the rows of these, bytes copied to the scratch
+        from the host and from the pool, microseconds in which the link was busy with them, and from `begin` to the last
+        layer's attention. Times and rows lag until they have passed."""
         self._measure()
-        return {f"streamed_{name}": count for name, count in self._counts.items()}
+        rows = int(self._rows_seen)
+        counts = self._counts | {"union_rows": rows, "host_bytes": self._counts["host_bytes"] + rows * self._row_bytes}
+        return {f"streamed_{name}": count for name, count in counts.items()}
 
     def _measure(self) -> None:
         """Add up the times of the extends that have run; waits for none."""

@@ -124,6 +124,25 @@ def test_a_batch_of_streamed_and_resident_requests(world: World, late: str, monk
     assert world.wrong_rows(other) == world.wrong_rows(fresh) == world.wrong_rows(again) == 0
 
 
+@pytest.mark.parametrize("late", ["none", "copy", "forward"])
+@pytest.mark.parametrize("new_tokens", [1, 30])
+def test_a_short_extend_fetches_its_union(
+    world: World, new_tokens: int, late: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Goal: rows that only their selection brings are right in every layer. Method: a history on the host and a short turn."""
+    history = world.client(world.prompt(16 * PAGE))
+    extend(world, history)
+    world.finish(history)
+    assert world.runtime.make_room(23)
+    slow_down(world, late, monkeypatch)
+    again = world.client(world.prompt(16 * PAGE) + world.prompt(new_tokens, seed=5))
+    attention = extend(world, again)
+    counts = world.runtime.counters()
+    assert attention.num_wrong() == 0 and (counts["streamed_extends"], counts["streamed_unions"]) == (1, 1)
+    assert world.runtime.counters()["streamed_union_rows"] == 6 * 15 * PAGE, "the rows of one page were resident"
+    assert world.wrong_rows(again) == 0
+
+
 @pytest.mark.gpu
 def test_the_side_stream_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Goal: the slow streams above prove something. Method: the same with the wait for the side stream left out."""

@@ -288,3 +288,13 @@ def test_what_cannot_work_is_refused(deployment: dict, choices: dict, message: s
     """Goal: the figure that would fit is named. Method: one impossible input at a time."""
     with pytest.raises(ConfigError, match=message):
         make_plan(built_in("GLM-5.1"), Deployment(**deployment), Load(), Choices(**choices))
+
+
+def test_where_a_union_is_fetched() -> None:
+    """Goal: a union where it is expected to be small, never beyond the key or when switched off. Method: known borders."""
+    rule = capacity.PrefillRule(1000, 64, 67, union_tokens=128, top_k=2048)
+    assert rule.fetches_union(1, 2458) and not rule.fetches_union(1, 2457)
+    assert rule.fetches_union(128, 200_000) and not rule.fetches_union(129, 200_000)
+    assert rule.fetches_union(40, 18_000) and not rule.fetches_union(60, 18_000)
+    assert not rule.fetches_union(0, 200_000)
+    assert not capacity.PrefillRule(1000, 64, 67, top_k=2048).fetches_union(1, 200_000)

@@ -138,12 +138,13 @@ def test_two_at_once(overlap: bool) -> None:
 
 
 @LOOPS
-def test_a_short_extend_promotes_nothing_and_spills_nobody(overlap: bool) -> None:
+@pytest.mark.parametrize(("prompt", "unions"), [(1100, 0), (1073, 1)])
+def test_a_short_extend_promotes_nothing_and_spills_nobody(overlap: bool, prompt: int, unions: int) -> None:
     """Goal: a turn over a prefix on the host leaves the device to the others. Method: a history leaves the device, two
     requests fill it, the history's next turn arrives: no page comes back for it, none of theirs leaves; a turn with many
-    new tokens brings the history back."""
+    new tokens brings the history back. With 35 new tokens all rows come, with 8 the selected ones."""
     with streaming_engine(overlap=overlap, config={"promote_mib_per_step": 0, "stream_extend_tokens": 128}) as engine:
-        history = submit(engine, [1100], 20)[0]
+        history = submit(engine, [prompt], 20)[0]
         engine.run_until_idle()
         others = submit(engine, [700, 700], 60, seed=5)
         engine.run_until(lambda: min(len(handle.output) for handle in others) >= 2)
@@ -154,6 +155,7 @@ def test_a_short_extend_promotes_nothing_and_spills_nobody(overlap: bool) -> Non
         assert again.cached_tokens == 1088
         assert after["pages_promoted"] == before["pages_promoted"]
         assert after["streamed_extends"] > before["streamed_extends"]
+        assert after["streamed_unions"] - before["streamed_unions"] == unions
         engine.run_until_idle()
         assert_outputs([history, *others, again])
         long_turn = engine.submit([*again.prompt, *again.output, *range(20, 320)], 5)

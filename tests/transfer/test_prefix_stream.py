@@ -5,6 +5,8 @@ Method: the stream on CPU tensors with made-up tables; tests/gpu drives it with 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -122,3 +124,52 @@ def test_misuse_is_an_error_not_a_wrong_row() -> None:
         tiers.stream.finish()
     tiers.stream.end()
     tiers.stream.finish()
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_union_holds_what_was_selected(plan: StreamPlan) -> None:
+    """Goal: every selected row is the row that a whole stream has, and no other was moved. Method: the same ids through both."""
+    whole, union = Tiers(), Tiers()
+    random = np.random.default_rng(len(plan.host_pages))
+    pages = np.concatenate([plan.host_pages, plan.resident_pages])
+    union.stream.scratch.fill_(-7.0)
+    whole.stream.begin(plan)
+    union.stream.begin(replace(plan, union=True))
+    num_rows = 0
+    for layer in range(LAYERS):
+        want, got = whole.stream.stage(layer), union.stream.stage(layer)
+        got[(len(plan.host_pages) + 1) * PAGE :][plan.num_pages * PAGE :] = 0
+        got[: (len(plan.host_pages) + 1) * PAGE] = -7.0
+        ids = random.choice(pages, (4, 5)) * PAGE + random.integers(0, PAGE, (4, 5))
+        ids[random.random(ids.shape) < 0.2] = -1
+        selected = torch.from_numpy(ids).int()
+        union.stream.select(selected[:2])
+        union.stream.select(selected)
+        rows = whole.stream.table[selected[selected >= 0] // PAGE] * PAGE + selected[selected >= 0] % PAGE
+        assert torch.equal(want[rows.long()], got[rows.long()])
+        on_host = {row for row in rows.tolist() if row < (len(plan.host_pages) + 1) * PAGE}
+        others = [row for row in range((len(plan.host_pages) + 1) * PAGE) if row not in on_host]
+        assert (got[others] == -7.0).all(), "a row was moved that nobody selected"
+        num_rows += len(on_host)
+    union.stream.finish()
+    counts = union.stream.counters()
+    assert (counts["streamed_unions"], counts["streamed_union_rows"]) == (1, num_rows)
+    assert counts["streamed_host_bytes"] == num_rows * DIM * 4
+
+
+def test_a_union_that_is_not_asked_for_is_an_error() -> None:
+    """Goal: stale rows are never read (I6). Method: select before the first layer, stage past a layer, end without the last."""
+    tiers = Tiers()
+    tiers.stream.begin(replace(PLANS[0], union=True))
+    ids = torch.tensor([[7 * PAGE, -1]], dtype=torch.int32)
+    with pytest.raises(InvariantError, match="I6: rows of a union were selected before"):
+        tiers.stream.select(ids)
+    tiers.stream.stage(0)
+    with pytest.raises(InvariantError, match="I6: layer 1 is staged before the union of layer 0"):
+        tiers.stream.stage(1)
+    for layer in range(LAYERS - 1):
+        tiers.stream.stage(layer)
+        tiers.stream.select(ids)
+    tiers.stream.stage(LAYERS - 1)
+    with pytest.raises(InvariantError, match="I6: attention of layer 4 read rows of a union"):
+        tiers.stream.finish()
