@@ -49,6 +49,7 @@ class PageBook:
         self.leased = np.zeros(slots, dtype=bool)
         self.prompt_pages = np.zeros(slots, dtype=np.int64)  # device pages that its prefill needs, but for one to grow into
         self.final_pages = np.zeros(slots, dtype=np.int64)  # pages at the end of the request, an upper estimate
+        self.num_usable = limits.steps[0].logical_pages  # logical pages 1..num_usable have index-K, and may be handed out
         self._free: list[int] = []
         self.clear()
 
@@ -61,7 +62,7 @@ class PageBook:
         ):  # fmt: skip
             array.fill(0)
         self.generation += 1
-        self._free = list(range(self.limits.num_logical_pages, 0, -1))
+        self._free = list(range(self.num_usable, 0, -1))
 
     # -- logical ids ------------------------------------------------------------------------------------------------
 
@@ -85,6 +86,13 @@ class PageBook:
             raise InvariantError(f"logical page {page} is freed with {self.users[page]} users, {self.holds[page]} holds")
         self.generation[page] += 1
         self._free.append(page)
+
+    def extend_to(self, num_usable: int) -> None:
+        """Logical pages up to this one have index-K now. They are handed out after those that are free already."""
+        if not self.num_usable <= num_usable <= self.limits.num_logical_pages:
+            raise InvariantError(f"I10: {num_usable} logical pages cannot follow {self.num_usable}")
+        self._free[:0] = range(num_usable, self.num_usable, -1)
+        self.num_usable = num_usable
 
     # -- slots ------------------------------------------------------------------------------------------------------
 
