@@ -8,14 +8,36 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang_hisparse.residency import DevicePages, ResidencyCoordinator, SpillPolicy
-from sglang_hisparse.residency.types import PageTransfer
+from sglang_hisparse.residency import Border, DevicePages, Progress, ResidencyCoordinator, SpillPolicy
+from sglang_hisparse.residency.types import BorderStep, PageTransfer
 from sim.gpu_model import GpuModel, Violation
 from sim.options import Options
+
+
+class SimMover:
+    """Chunks of one simulated rank: a move takes some calls, and is seen by later forwards at once."""
+
+    def __init__(self, gpu: GpuModel, steps: Sequence[BorderStep], num_calls: int) -> None:
+        self.gpu, self.steps, self.num_calls = gpu, steps, num_calls
+        self.num_begun = self.step = self.calls_left = 0
+
+    def begin(self, old: int, new: int) -> None:
+        self.num_begun, self.step, self.calls_left = self.num_begun + 1, new, self.num_calls
+
+    def progress(self) -> Progress:
+        if self.gpu.vacated < self.num_begun:
+            return Progress.BEGUN
+        return Progress.VACATED if self.calls_left else Progress.MOVED
+
+    def advance(self) -> None:
+        """The last call makes the memory logical pages'; before it, the device pages have lost theirs."""
+        self.calls_left -= 1
+        step = self.steps[self.step]
+        self.gpu.move_border(step.device_pages, self.gpu.mapped_logical if self.calls_left else step.logical_pages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +48,8 @@ class Parts:
     coordinator: type[ResidencyCoordinator] = ResidencyCoordinator
     policy: type[SpillPolicy] = SpillPolicy
     gpu: type[GpuModel] = GpuModel
+    border: type[Border] = Border
+    mover: type[SimMover] = SimMover
 
 
 @dataclass(slots=True)
@@ -35,6 +59,8 @@ class Rank:
     gpu: GpuModel
     coordinator: Any = None
     policy: Any = None
+    border: Any = None
+    mover: Any = None
     unsent: deque[PageTransfer] = field(default_factory=deque)
     late: list[int] = field(default_factory=list)
     completions: list[tuple[int, int]] = field(default_factory=list)  # (due step, transfer id)
@@ -51,6 +77,7 @@ class Ranks:
         self.generation = [0] * (options.limits.num_logical_pages + 1)
         self.transfer_of: dict[int, tuple[int, int]] = {}  # id -> (page, its generation)
         self.stale = 0
+        self._least = int(Progress.BEGUN)
         self.members = [self._make_rank(parts) for _ in range(options.num_ranks)]
         self.first = self.members[0]
 
@@ -63,7 +90,17 @@ class Ranks:
 
         rank.coordinator = parts.coordinator(self.options.limits, self.options.policy, pages, sink)
         rank.policy = parts.policy(rank.coordinator)
+        limits = self.options.limits
+        rank.mover = parts.mover(rank.gpu, limits.steps, 1 + self.seed % 3)
+        rank.border = parts.border(rank.coordinator, rank.policy.make_room, rank.mover, self._agree)
         return rank
+
+    def _agree(self, value: int) -> int:
+        return self._least
+
+    def observe_border(self) -> None:
+        """As a collective would: every rank tells how far its move has come before any goes on."""
+        self._least = min(int(rank.mover.progress()) for rank in self.members)
 
     def each(self, call: Callable[[Rank], Any]) -> Any:
         """The answer of all ranks."""
@@ -179,7 +216,7 @@ class Ranks:
         if pages is None:
             raise Violation("I7", f"{count} logical pages were free and cannot be had")
         for rank in self.members:
-            writes = {transfer.logical_page for _, transfer in rank.gpu.copy_stream}
+            writes = {transfer.logical_page for *_, transfer in rank.gpu.copy_stream}
             writes.update(transfer.logical_page for transfer in rank.unsent)
             for page in pages:
                 if page in writes and rank.coordinator.is_landing_target(page):
