@@ -101,11 +101,11 @@ def prefill_rule(limits: ResidencyLimits) -> PrefillRule:
     if scratch_pages and check_cuda_graph_backend(Phase.PREFILL, Backend.FULL):
         logger.warning("HiSparse: no prefill is streamed, since --cuda-graph-backend-prefill full fixes what attention reads")
         scratch_pages = 0
-    if get_memory().disable_radix_cache and chunk_pages > limits.num_device_pages - limits.hot_pages - 1:
+    if get_memory().disable_radix_cache and chunk_pages > limits.least_device_pages - limits.hot_pages - 1:
         # SGLang then cuts prompts by itself, and asks nobody how long a chunk may be.
         scratch_pages = 0
     return PrefillRule(
-        num_device_pages=limits.num_device_pages,
+        num_device_pages=limits.least_device_pages,
         hot_pages=limits.hot_pages,
         smallest_pages=limits.smallest_pages,
         scratch_pages=scratch_pages,

@@ -65,15 +65,6 @@ class RelocationCopiesNothing(GpuModel):
         pass
 
 
-class RelocationOfAPromotion(ResidencyCoordinator):
-    """A page whose bytes are still to come from the host is copied as it is."""
-
-    def _relocate(self, page: int, source: int, target: int) -> None:
-        super()._relocate(page, source, target)
-        if self._promotions.pop(page, None):
-            self._relocations[source] = target
-
-
 class RelocationAfterTheTable(GpuModel):
     """The bytes follow in the next step."""
 
@@ -130,7 +121,6 @@ BORDER_MUTATIONS: tuple[Mutation, ...] = (
     Mutation("logical pages when vacated", "I10", Parts(border=PublishedWhenVacated)),
     Mutation("relocation forgets the page table", "I10", Parts(coordinator=RelocationForgetsTheTable)),
     Mutation("relocation copies nothing", "I6", Parts(gpu=RelocationCopiesNothing)),
-    Mutation("relocation of a promotion", "I6", Parts(coordinator=RelocationOfAPromotion)),
     Mutation("relocation after the table", "I6", Parts(gpu=RelocationAfterTheTable)),
     Mutation("lease stays above the border", "I10", Parts(coordinator=LeaseStaysAbove)),
     Mutation("withheld pages leased", "I10", Parts(device_pages=WithheldPagesLeased)),

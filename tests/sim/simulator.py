@@ -121,8 +121,9 @@ class Simulation:
         self.now += 1
         self.ranks.deliver_enqueued()
         self.ranks.deliver_completed(self.now)
+        self._tick_border()
         batch = self._next_batch()
-        if batch is None and (self.rng.random() < 0.3 or self.options.limits.border):
+        if batch is None and self.rng.random() < 0.3:
             self._before_forward([])  # an IDLE forward: the plan is applied, nothing is written
         self._run_gpu()
         if self.options.overlap:
@@ -311,13 +312,24 @@ class Simulation:
 
     def _before_forward(self, slots: list[int]) -> None:
         """Tick, take the plan, execute it; the same on every rank, save for what it waits for."""
-        plans = []
-        self.ranks.observe_border()
         for rank in self.ranks.members:
             rank.policy.tick()
-            rank.border.tick()
-            plan = rank.coordinator.take_plan()
+        self._take_plan()
+        for rank in self.ranks.members:
             rank.coordinator.check_step(slots)
+
+    def _tick_border(self) -> None:
+        """Before a batch is chosen; what vacates pages is executed at once."""
+        self.ranks.observe_border()
+        before = self.ranks.first.border.begun
+        self.ranks.each(lambda rank: (rank.border.tick(), rank.border.begun, rank.border.ended))
+        if self.ranks.first.border.begun != before:
+            self._take_plan()
+
+    def _take_plan(self) -> None:
+        plans = []
+        for rank in self.ranks.members:
+            plan = rank.coordinator.take_plan()
             rank.gpu.apply(plan)
             plans.append((plan.step, plan.promotions, plan.table, plan.leases, plan.relocations, plan.vacates))
         if any(plan != plans[0] for plan in plans[1:]):
