@@ -173,7 +173,7 @@ class HiSparseRuntime:
         self.audit.forget_counts()
         first_rank = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
         if current_plan() is not None and first_rank:
-            plan = plan_as_built(self.allocator.device_tokens, self.hot.hot_pages.shape[0])
+            plan = plan_as_built(self.allocator.device_tokens, self.hot.hot_pages.shape[0], self.pool.border)
             logger.info("HiSparse memory of each rank\n%s", render(plan))
         self.reporter.bind(scheduler)
         self._open_storage(scheduler)

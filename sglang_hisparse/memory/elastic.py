@@ -12,14 +12,14 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_hisparse.errors import ConfigError, HiSparseError
+from sglang_hisparse.elastic_layout import ElasticShape
+from sglang_hisparse.errors import HiSparseError
 from sglang_hisparse.memory.virtual_memory import Driver, HostTwin, Range, VirtualMemory
-from sglang_hisparse.residency import Border, BorderStep, Progress, border_steps
+from sglang_hisparse.residency import Border, Progress
 
 if TYPE_CHECKING:
     from sglang_hisparse.runtime import HiSparseRuntime
@@ -28,36 +28,6 @@ logger = logging.getLogger(__name__)
 
 CALLS_PER_TICK = 64
 """Chunks unmapped or mapped in one iteration of the scheduler; on an H200 either takes 30 to 60 us."""
-
-
-@dataclass(frozen=True, slots=True)
-class ElasticShape:
-    """A pool in pages, pad pages not counted, and bytes of one page in one layer. Leaders have index-K."""
-
-    device_pages: int
-    logical_pages: int
-    page_bytes: int
-    index_page_bytes: int
-    num_layers: int
-    num_leaders: int
-
-    def steps(self, chunk_bytes: int) -> tuple[BorderStep, ...]:
-        """Where the border may stand. Raises ConfigError where index-K of all logical pages finds no memory."""
-        steps = border_steps(
-            device_pages=self.device_pages,
-            logical_pages=self.logical_pages,
-            page_bytes=self.page_bytes,
-            index_page_bytes=self.index_page_bytes,
-            num_layers=self.num_layers,
-            num_leaders=self.num_leaders,
-            chunk_bytes=chunk_bytes,
-        )
-        if steps[-1].logical_pages < self.logical_pages or steps[-1].device_pages < 1:
-            raise ConfigError(
-                f"elastic_border: the memory of {self.device_pages} device pages holds index-K of {steps[-1].logical_pages} "
-                f"pages, not of {self.logical_pages}; allowed: false, or a smaller host_to_device_ratio"
-            )
-        return steps
 
 
 def memory_of(device: Any) -> VirtualMemory:

@@ -21,9 +21,10 @@ from sglang.srt.mem_cache.index_key_cache import IndexKeyCache
 from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, unwrap_write_loc
 
 from sglang_hisparse import settings
+from sglang_hisparse.elastic_layout import ElasticShape
 from sglang_hisparse.errors import ConfigError, InvariantError
 from sglang_hisparse.layout import INDEX_ROW_BYTES, logical_tokens
-from sglang_hisparse.memory.elastic import ElasticMemory, ElasticShape, memory_of
+from sglang_hisparse.memory.elastic import ElasticMemory, memory_of
 from sglang_hisparse.residency import BorderStep
 
 if TYPE_CHECKING:

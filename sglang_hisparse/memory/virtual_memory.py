@@ -17,10 +17,8 @@ from typing import Any, Protocol
 
 import torch
 
+from sglang_hisparse.elastic_layout import CHUNK_BYTES
 from sglang_hisparse.errors import HiSparseError, InvariantError
-
-CHUNK_BYTES = 2 << 20
-"""One chunk on a GPU: the smallest piece of its memory that can change its address."""
 
 _PINNED, _DEVICE, _READ_WRITE, _MINIMUM = 1, 1, 3, 0  # CUmemAllocationType, CUmemLocationType, access flags, granularity
 _OUT_OF_MEMORY = 2  # CUresult

@@ -13,9 +13,10 @@ import pytest
 import torch
 from runtime_world import PAGE, Client, Sizes, World, make_world
 
+from sglang_hisparse.elastic_layout import ElasticShape
 from sglang_hisparse.errors import ConfigError, HiSparseError
 from sglang_hisparse.memory import elastic
-from sglang_hisparse.memory.elastic import ElasticMemory, ElasticShape
+from sglang_hisparse.memory.elastic import ElasticMemory
 from sglang_hisparse.memory.virtual_memory import HostTwin
 from sglang_hisparse.residency import Owner, Progress
 from sglang_hisparse.residency.invariants import check
