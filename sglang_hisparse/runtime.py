@@ -288,6 +288,8 @@ class HiSparseRuntime:
         if self.gate is not None:
             self.gate.tick()
         self._tick_policy()
+        if self.border is not None:
+            self.border.before_plan()
         plan = self.residency.take_plan()
         self.worker.apply(plan)
         self.hot.before_forward()

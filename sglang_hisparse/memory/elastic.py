@@ -150,6 +150,7 @@ class ElasticBorder:
         memory.has_vacated = runtime.worker.has_vacated
         self.border = Border(runtime.residency, runtime.make_room_as_promised, memory)
         self._has_deferred = False
+        self._is_resting = False  # no forward since the last tick
 
     def bind_agreement(self, agree: Callable[[int], int]) -> None:
         """Several ranks schedule together: the least of a number over them."""
@@ -171,20 +172,31 @@ class ElasticBorder:
         return had
 
     def tick(self) -> None:
-        """Before each batch is chosen, on all ranks alike, also while the server idles: go on with a move, or begin one.
-
-        Nothing is being allocated now, so the plan that vacates pages can be executed here, behind the launched forward.
-        """
-        runtime, stream = self._runtime, self._runtime.worker.forward_stream
+        """Before each batch is chosen, on all ranks alike, also while the server idles: go on with a move."""
+        was_resting, self._is_resting = self._is_resting, True
+        if not (was_resting or self.border.is_moving):
+            return
+        stream = self._runtime.worker.forward_stream
         with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
-            # What the audit still has to write or read of pages comes before their memory leaves.
-            runtime.audit.before_plan()
-            before = self.border.begun
-            self.border.tick()
-            if self.border.begun != before:
-                plan = runtime.residency.take_plan()
-                runtime.worker.apply(plan)
-                runtime.audit.after_plan(plan)
+            self.border.follow()
+            if was_resting:
+                self._look_while_idle()
+
+    def _look_while_idle(self) -> None:
+        """No forward may come for long, and a request may wait for the border: the plan that vacates pages is executed here."""
+        runtime, before = self._runtime, self.border.begun
+        # What the audit still has to write or read of pages comes before their memory leaves.
+        runtime.audit.before_plan()
+        self.border.look()
+        if self.border.begun != before:
+            plan = runtime.residency.take_plan()
+            runtime.worker.apply(plan)
+            runtime.audit.after_plan(plan)
+
+    def before_plan(self) -> None:
+        """A forward comes, on whose stream this is called: begin a move with its plan."""
+        self._is_resting = False
+        self.border.look()
 
     def counters(self) -> dict[str, int]:
         """Counts since start."""

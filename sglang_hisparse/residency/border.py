@@ -1,7 +1,7 @@
 """The border between KV and index-K: when it moves, and which device pages give up their memory for which logical ones.
 
-Owned by the runtime beside the policy, asked before each batch is chosen and before each forward. It decides; the chunks
-themselves are moved by a `Mover`. A move, in one direction only, from more device pages to more logical ones:
+Owned by the runtime beside the policy. It follows a move before each batch is chosen, and looks for the next one just before a
+plan is taken. It decides; the chunks themselves are moved by a `Mover`. A move, in one direction only, from more device pages to more logical ones:
 
     BEGIN      device pages above the new border are withheld: spilling makes room below, what must stay resident is copied
                there by the next plan, with page table and leases
@@ -28,8 +28,8 @@ from sglang_hisparse.residency.types import BorderStep
 MAX_STEPS_AT_ONCE = 4
 """Steps of one move: a bigger one would spill more at once than the next forwards can bear."""
 
-REST_TICKS = 16
-"""Ticks without another try after room could not be made, which only failing copies cause."""
+REST_LOOKS = 16
+"""Looks without another try after room could not be made, which only failing copies cause."""
 
 MAX_DEFERRALS = 64
 """Times in a row that a request is asked to wait for a move, before cached prefixes are given up for it after all."""
@@ -116,16 +116,10 @@ class Border:
 
     # -- moves ------------------------------------------------------------------------------------------------------
 
-    def tick(self) -> None:
-        """Just before `take_plan`, in the same order on all ranks."""
-        self._rest = max(0, self._rest - 1)
-        if self.is_moving:
-            self._follow()
+    def follow(self) -> None:
+        """Before each batch is chosen: the ranks agree on how far the move under way has come, and go on together."""
         if not self.is_moving:
-            self._look()
-
-    def _follow(self) -> None:
-        """The ranks agree on how far the move has come, and go on together."""
+            return
         agreed = self._agree(int(self._mover.progress()))
         if agreed == Progress.VACATED:
             self._mover.advance()
@@ -134,8 +128,12 @@ class Border:
             self.coordinator.book.extend_to(self.steps[self.ended].logical_pages)
             self._deferrals = 0
 
-    def _look(self) -> None:
-        """Begin a move if somebody wants more logical pages, or if few are left: a move takes a few forwards."""
+    def look(self) -> None:
+        """Just before `take_plan`: begin a move if somebody wants more logical pages, or if few are left, since a move takes a
+        few forwards."""
+        self._rest = max(0, self._rest - 1)
+        if self.is_moving:
+            return
         wanted, self._wanted = self._wanted, 0
         if not self._can_begin():
             return
@@ -158,7 +156,7 @@ class Border:
         if not coordinator.can_withhold(limit):
             return
         if not self._make_room(coordinator.device_pages.num_usable - limit):
-            self._rest = REST_TICKS
+            self._rest = REST_LOOKS
             return
         if not coordinator.can_withhold(limit):  # making room has planned copies that are not acknowledged yet
             return

@@ -301,6 +301,8 @@ def test_a_flush_in_the_middle_of_a_move(world: World) -> None:
     client = world.start(4 * PAGE, seed=1)
     border(world).want(world.num_free_logical + 1)
     world.runtime.tick()
+    assert not border(world).border.is_moving, "a forward may come, and brings its plan"
+    world.runtime.tick()
     assert border(world).border.is_moving
     world.finish(client)
     world.tree.reset()

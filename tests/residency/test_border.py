@@ -10,7 +10,7 @@ from residency.stage import Stage
 
 from sglang_hisparse.errors import InvariantError
 from sglang_hisparse.residency import Border, BorderStep, Owner, PageState, Progress, border_steps
-from sglang_hisparse.residency.border import MAX_DEFERRALS, MAX_STEPS_AT_ONCE, REST_TICKS
+from sglang_hisparse.residency.border import MAX_DEFERRALS, MAX_STEPS_AT_ONCE, REST_LOOKS
 from sglang_hisparse.residency.invariants import check
 from sglang_hisparse.residency.types import LeaseChange, Relocation, ResidencyLimits
 
@@ -42,26 +42,32 @@ def build(steps: tuple[BorderStep, ...] = STEPS, **options: object) -> tuple[Sta
     return stage, Border(stage.coordinator, stage.policy.make_room, hand), hand
 
 
+def tick(border: Border) -> None:
+    """One iteration of a scheduler."""
+    border.follow()
+    border.look()
+
+
 def finish(border: Border, hand: Hand) -> None:
     hand.state = Progress.MOVED
-    border.tick()
+    tick(border)
 
 
 def test_one_move_from_wish_to_pages() -> None:
     """Goal: each moment of a move changes what it should and nothing else. Method: look at both pools after each tick."""
     stage, border, hand = build()
     assert (stage.book.num_free, stage.pages.num_free) == (12, 12)
-    border.tick()
+    tick(border)
     assert not border.is_moving and stage.coordinator.take_plan().is_empty
     border.want(13)
-    border.tick()
+    tick(border)
     plan = stage.coordinator.take_plan()
     assert plan.vacates and not plan.relocations and hand.moves == [(0, 1)]
     assert (stage.book.num_free, stage.pages.num_free) == (12, 10)
-    border.tick()
+    tick(border)
     assert stage.book.num_free == 12 and hand.calls == 0
     hand.state = Progress.VACATED
-    border.tick()
+    tick(border)
     assert stage.book.num_free == 12 and hand.calls == 1
     finish(border, hand)
     assert (stage.book.num_free, stage.pages.num_free) == (16, 10) and not border.is_moving
@@ -72,10 +78,10 @@ def test_a_move_begins_ahead_of_need() -> None:
     """Goal: requests seldom wait for the border. Method: use logical pages one by one until less than one step's are free."""
     stage, border, hand = build()
     stage.extend(1, 8)
-    border.tick()
+    tick(border)
     assert hand.moves == []
     stage.grow(1, 1)
-    border.tick()
+    tick(border)
     assert hand.moves == [(0, 1)]
 
 
@@ -84,14 +90,14 @@ def test_a_big_wish_is_met_in_bounded_moves() -> None:
     steps = tuple(BorderStep(40 - step, 40 + 2 * step) for step in range(7))
     _, border, hand = build(steps)
     border.want(52)
-    border.tick()
+    tick(border)
     assert hand.moves == [(0, MAX_STEPS_AT_ONCE)]
     border.want(52)
     finish(border, hand)
     assert hand.moves[1:] == [(4, 6)] and border.is_at_end
     finish(border, hand)
     border.want(60)
-    border.tick()
+    tick(border)
     assert len(hand.moves) == 2
 
 
@@ -107,7 +113,7 @@ def test_what_lies_above_moves_below() -> None:
     assert stage.book.device_page[[mirrored, tail]].tolist() == [9, 10] and stage.coordinator.hot_lease[2] == [11, 12]
     stage.pages.release(below, Owner.HOT, 9)
     border.want(15)
-    border.tick()
+    tick(border)
     plan = stage.coordinator.take_plan()
     targets = stage.book.device_page[[mirrored, tail]].tolist()
     assert set(targets) <= set(range(1, 9)) and set(stage.coordinator.hot_lease[2]) <= set(range(1, 9))
@@ -128,7 +134,7 @@ def test_the_plan_waits_for_copies_that_read_the_old_pages() -> None:
     stage.finish(1)
     stage.coordinator.take_plan()
     border.want(13)
-    border.tick()
+    tick(border)
     reader = {transfer.transfer_id: transfer.device_page for transfer in stage.sent}
     assert stage.coordinator.take_plan().wait_transfer_id == max(i for i in ids if reader[i] > 10)
 
@@ -141,11 +147,11 @@ def test_a_copy_that_is_not_sent_yet_keeps_the_border() -> None:
         ids = stage.mirror_all()
         stage.finish(1)
         border.want(13)
-        border.tick()
+        tick(border)
         assert hand.moves == []
         getattr(stage.coordinator, answer)(ids)
         border.want(13)
-        border.tick()
+        tick(border)
         assert hand.moves == [(0, 1)]
         assert bool(stage.coordinator.take_plan().wait_transfer_id) == (answer == "on_enqueued")
 
@@ -161,7 +167,7 @@ def test_a_promotion_changes_its_target() -> None:
     assert stage.coordinator.promote([page]) and stage.book.device_page[page] == 12
     stage.pages.release(below, Owner.HOT, 9)
     border.want(16)
-    border.tick()
+    tick(border)
     plan = stage.coordinator.take_plan()
     (promotion,) = plan.promotions
     assert promotion.device_page == stage.book.device_page[page] <= 10 and not plan.relocations
@@ -175,11 +181,11 @@ def test_promises_to_live_requests_come_first() -> None:
     stage.grow(1, 10)
     assert stage.book.committed_pages() == 11
     assert not border.defers(5)
-    border.tick()
+    tick(border)
     assert hand.moves == []
     stage.launch(1, 10)
     assert border.defers(5)
-    border.tick()
+    tick(border)
     assert hand.moves == [(0, 1)]
 
 
@@ -188,7 +194,7 @@ def test_a_target_that_is_promised_away_is_not_chosen() -> None:
     stage, border, hand = build()
     stage.coordinator.attach(1, [], final_pages=7, prompt_pages=6)
     border.want(24)
-    border.tick()
+    tick(border)
     assert hand.moves == [(0, 2)]
 
 
@@ -197,7 +203,7 @@ def test_a_request_is_not_put_off_for_ever() -> None:
     stage, border, hand = build()
     assert not border.defers(12)
     assert all(border.defers(13) for _ in range(MAX_DEFERRALS)) and not border.defers(13)
-    border.tick()
+    tick(border)
     finish(border, hand)
     assert not border.defers(16) and border.defers(17)
 
@@ -206,7 +212,7 @@ def test_at_its_end_the_border_defers_nobody() -> None:
     """Goal: then only eviction helps. Method: two steps, a wish for more than there are."""
     stage, border, hand = build(STEPS[:2])
     border.want(16)
-    border.tick()
+    tick(border)
     assert border.defers(13), "the move is under way"
     finish(border, hand)
     assert not border.defers(17) and border.is_at_end
@@ -218,9 +224,9 @@ def test_failing_copies_make_the_border_rest() -> None:
     stage.extend(1, 12)
     asked: list[int] = []
     border._make_room = lambda count: asked.append(count) or stage.policy.make_room(count)  # type: ignore[func-returns-value]
-    for _ in range(REST_TICKS):
+    for _ in range(REST_LOOKS):
         border.want(1)
-        border.tick()
+        tick(border)
         for transfer in stage.sent:
             if stage.coordinator._sources:
                 stage.coordinator.on_failed([transfer.transfer_id])
@@ -234,15 +240,15 @@ def test_ranks_go_on_by_the_slowest() -> None:
     agreed = [Progress.BEGUN]
     border._agree = lambda value: min(value, agreed[0])
     border.want(13)
-    border.tick()
+    tick(border)
     hand.state = Progress.MOVED
-    border.tick()
+    tick(border)
     assert hand.calls == 0 and stage.book.num_usable == 12
     agreed[0] = Progress.VACATED
-    border.tick()
+    tick(border)
     assert hand.calls == 1 and stage.book.num_usable == 12
     agreed[0] = Progress.MOVED
-    border.tick()
+    tick(border)
     assert stage.book.num_usable == 16
 
 
@@ -251,7 +257,7 @@ def test_a_flush_leaves_the_border_where_it_is() -> None:
     stage, border, hand = build()
     stage.extend(1, 6)
     border.want(7)
-    border.tick()
+    tick(border)
     stage.coordinator.clear()
     assert (stage.pages.num_free, stage.book.num_free) == (10, 12)
     check(stage.coordinator)
@@ -267,7 +273,7 @@ def test_a_plan_with_only_a_relocation_is_not_empty() -> None:
     stage.coordinator.take_plan()
     stage.pages.release(below, Owner.HOT, 9)
     border.want(14)
-    border.tick()
+    tick(border)
     plan = stage.coordinator.take_plan()
     assert plan.relocations == (Relocation(12, int(stage.book.device_page[page])),) and not plan.is_empty
 

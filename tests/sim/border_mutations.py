@@ -47,8 +47,8 @@ class PublishedBeforeTheMap(Border):
 class PublishedWhenVacated(Border):
     """The last look at the chunks is left out."""
 
-    def _follow(self) -> None:
-        if self._agree(int(self._mover.progress())) != Progress.BEGUN:
+    def follow(self) -> None:
+        if self.is_moving and self._agree(int(self._mover.progress())) != Progress.BEGUN:
             self._mover.advance()
             self.ended = self.begun
             self.coordinator.book.extend_to(self.steps[self.ended].logical_pages)
@@ -63,6 +63,15 @@ class RelocationForgetsTheTable(ResidencyCoordinator):
 class RelocationCopiesNothing(GpuModel):
     def _relocate(self, relocations: object) -> None:
         pass
+
+
+class RelocationOfAPromotion(ResidencyCoordinator):
+    """A page whose bytes are still to come from the host is copied as it is."""
+
+    def _relocate(self, page: int, source: int, target: int) -> None:
+        super()._relocate(page, source, target)
+        if self._promotions.pop(page, None):
+            self._relocations[source] = target
 
 
 class RelocationAfterTheTable(GpuModel):
@@ -107,9 +116,9 @@ class BorderIgnoresTheLedger(Border):
 class RankMovesAlone(Border):
     """A rank goes on by what it has seen itself."""
 
-    def _follow(self) -> None:
+    def follow(self) -> None:
         agree, self._agree = self._agree, lambda value: value
-        super()._follow()
+        super().follow()
         self._agree = agree
 
 
@@ -121,6 +130,7 @@ BORDER_MUTATIONS: tuple[Mutation, ...] = (
     Mutation("logical pages when vacated", "I10", Parts(border=PublishedWhenVacated)),
     Mutation("relocation forgets the page table", "I10", Parts(coordinator=RelocationForgetsTheTable)),
     Mutation("relocation copies nothing", "I6", Parts(gpu=RelocationCopiesNothing)),
+    Mutation("relocation of a promotion", "I6", Parts(coordinator=RelocationOfAPromotion)),
     Mutation("relocation after the table", "I6", Parts(gpu=RelocationAfterTheTable)),
     Mutation("lease stays above the border", "I10", Parts(coordinator=LeaseStaysAbove)),
     Mutation("withheld pages leased", "I10", Parts(device_pages=WithheldPagesLeased)),

@@ -46,6 +46,7 @@ class Simulation:
             short_extend_tokens=options.short_extend_tokens,
         )
         self.batch_pages, self.batch_streams = 0, False  # of the batch that is being put together
+        self.rested = False  # no forward since the border was looked at
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.chunked: Request | None = None
@@ -312,19 +313,24 @@ class Simulation:
 
     def _before_forward(self, slots: list[int]) -> None:
         """Tick, take the plan, execute it; the same on every rank, save for what it waits for."""
+        self.rested = False
         for rank in self.ranks.members:
             rank.policy.tick()
+            rank.border.look()
         self._take_plan()
         for rank in self.ranks.members:
             rank.coordinator.check_step(slots)
 
     def _tick_border(self) -> None:
-        """Before a batch is chosen; what vacates pages is executed at once."""
+        """Before a batch is chosen. After an iteration without a forward no other may come: then moves begin here."""
         self.ranks.observe_border()
-        before = self.ranks.first.border.begun
-        self.ranks.each(lambda rank: (rank.border.tick(), rank.border.begun, rank.border.ended))
-        if self.ranks.first.border.begun != before:
-            self._take_plan()
+        self.ranks.each(lambda rank: (rank.border.follow(), rank.border.ended))
+        if self.rested:
+            before = self.ranks.first.border.begun
+            self.ranks.each(lambda rank: (rank.border.look(), rank.border.begun))
+            if self.ranks.first.border.begun != before:
+                self._take_plan()
+        self.rested = True
 
     def _take_plan(self) -> None:
         plans = []
