@@ -21,6 +21,9 @@ from sglang_hisparse.memory.virtual_memory import HostTwin
 from sglang_hisparse.residency import Owner, Progress
 from sglang_hisparse.residency.invariants import check
 
+# Chunks are larger on a GPU. The border of these stands at (400, 495), (397, 991), (368, 1200).
+GPU_SIZES = Sizes(device_pages=400, ratio=3.0, context_pages=600)
+
 SHAPE = ElasticShape(
     device_pages=19, logical_pages=59, page_bytes=30 * 1024, index_page_bytes=10 * 1024, num_layers=6, num_leaders=4
 )
@@ -150,7 +153,7 @@ def test_refused_memory_is_given_back() -> None:
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def world(request: pytest.FixtureRequest) -> Iterator[World]:
     """24 device pages at start, 96 logical pages at the end; on a GPU larger, for its chunks are."""
-    sizes = Sizes() if request.param == "cpu" else Sizes(device_pages=400, ratio=3.0, context_pages=200, layers=4)
+    sizes = Sizes() if request.param == "cpu" else GPU_SIZES
     with make_world(sizes, device=request.param, elastic_border=True) as world:
         yield world
         if request.param == "cuda":
@@ -180,6 +183,8 @@ def settle(world: World) -> None:
     """Moves under way end, as they do while a server idles."""
     for _ in range(200):
         world.settle()
+        if world.device == "cuda":
+            torch.cuda.synchronize()
         world.runtime.tick()
         if not border(world).border.is_moving:
             return

@@ -5,9 +5,11 @@ Method: a coordinator with a hand-driven mover; arithmetic of the steps by hand.
 
 from __future__ import annotations
 
-import pytest
-from residency.stage import Stage
+from itertools import pairwise
 
+import pytest
+
+from residency.stage import Stage
 from sglang_hisparse.errors import InvariantError
 from sglang_hisparse.residency import Border, BorderStep, Owner, PageState, Progress, border_steps
 from sglang_hisparse.residency.border import MAX_DEFERRALS, MAX_STEPS_AT_ONCE, REST_LOOKS
@@ -200,7 +202,7 @@ def test_a_target_that_is_promised_away_is_not_chosen() -> None:
 
 def test_a_request_is_not_put_off_for_ever() -> None:
     """Goal: a move that does not end costs cached prefixes, and no more. Method: ask until the answer changes; end it; ask."""
-    stage, border, hand = build()
+    _, border, hand = build()
     assert not border.defers(12)
     assert all(border.defers(13) for _ in range(MAX_DEFERRALS)) and not border.defers(13)
     tick(border)
@@ -210,7 +212,7 @@ def test_a_request_is_not_put_off_for_ever() -> None:
 
 def test_at_its_end_the_border_defers_nobody() -> None:
     """Goal: then only eviction helps. Method: two steps, a wish for more than there are."""
-    stage, border, hand = build(STEPS[:2])
+    _, border, hand = build(STEPS[:2])
     border.want(16)
     tick(border)
     assert border.defers(13), "the move is under way"
@@ -314,7 +316,7 @@ def test_steps_of_a_real_model(page_bytes: int) -> None:
         num_layers=layers, num_leaders=layers, chunk_bytes=chunk,
     )  # fmt: skip
     start = -(-5_001 * page_bytes // chunk) + -(-5_001 * 8_448 // chunk)
-    for before, after in zip(steps, steps[1:], strict=False):
+    for before, after in pairwise(steps):
         assert after.device_pages < before.device_pages and after.logical_pages > before.logical_pages
     for number, step in enumerate(steps):
         kv = -(-(step.device_pages + 1) * page_bytes // chunk)

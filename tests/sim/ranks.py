@@ -110,6 +110,16 @@ class Ranks:
                 raise Violation("R30", f"ranks decide differently: {answer} and {other}")
         return answer
 
+    def take_plan(self) -> None:
+        """The plan of every rank is executed; they differ in nothing but in what they wait for."""
+        plans = []
+        for rank in self.members:
+            plan = rank.coordinator.take_plan()
+            rank.gpu.apply(plan)
+            plans.append((plan.step, plan.promotions, plan.table, plan.leases, plan.relocations, plan.vacates))
+        if any(plan != plans[0] for plan in plans[1:]):
+            raise Violation("R30", f"ranks plan differently: {plans}")
+
     # -- enqueued ---------------------------------------------------------------------------------------------------
 
     def _chance(self, transfer_id: int, salt: int) -> float:

@@ -317,7 +317,7 @@ class Simulation:
         for rank in self.ranks.members:
             rank.policy.tick()
             rank.border.look()
-        self._take_plan()
+        self.ranks.take_plan()
         for rank in self.ranks.members:
             rank.coordinator.check_step(slots)
 
@@ -329,17 +329,8 @@ class Simulation:
             before = self.ranks.first.border.begun
             self.ranks.each(lambda rank: (rank.border.look(), rank.border.begun))
             if self.ranks.first.border.begun != before:
-                self._take_plan()
+                self.ranks.take_plan()
         self.rested = True
-
-    def _take_plan(self) -> None:
-        plans = []
-        for rank in self.ranks.members:
-            plan = rank.coordinator.take_plan()
-            rank.gpu.apply(plan)
-            plans.append((plan.step, plan.promotions, plan.table, plan.leases, plan.relocations, plan.vacates))
-        if any(plan != plans[0] for plan in plans[1:]):
-            raise Violation("R30", f"ranks plan differently: {plans}")
 
     # -- results ----------------------------------------------------------------------------------------------------
 
