@@ -135,12 +135,13 @@ class Border:
         if self.is_moving:
             return
         wanted, self._wanted = self._wanted, 0
-        if not self._can_begin():
+        if self.is_at_end or self._rest:
             return
-        now, book = self.steps[self.begun], self.coordinator.book
-        reserve = self.steps[self.begun + 1].logical_pages - now.logical_pages
+        now, book = self.steps[self.begun].logical_pages, self.coordinator.book
+        reserve = self.steps[self.begun + 1].logical_pages - now
         wanted = max(wanted, book.num_usable - book.num_free + reserve)
-        if wanted > now.logical_pages:
+        # Asked last: it looks at every request slot, and most looks end here.
+        if wanted > now and self._fits(self.begun + 1):
             self._begin(self._target(wanted))
 
     def _target(self, wanted: int) -> int:
