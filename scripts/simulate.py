@@ -26,6 +26,7 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+from sim.border_mutations import BORDER_MUTATIONS  # noqa: E402
 from sim.gpu_model import Violation  # noqa: E402
 from sim.mutations import MUTATIONS, hunt  # noqa: E402
 from sim.simulator import Simulation  # noqa: E402
@@ -78,10 +79,9 @@ def run_mutations(console: Console, num_schedules: int, seed: int, processes: in
     table = Table("planted bug", "breaks", "schedules until caught", "seen as")
     rows = []
     with ProcessPoolExecutor(processes) as pool:
-        hunts = pool.map(hunt, MUTATIONS, [seed] * len(MUTATIONS), [num_schedules] * len(MUTATIONS))
-        for mutation, found in zip(
-            MUTATIONS, track(hunts, "planted bugs", len(MUTATIONS), console=console), strict=True
-        ):
+        planted = (*MUTATIONS, *BORDER_MUTATIONS)
+        hunts = pool.map(hunt, planted, [seed] * len(planted), [num_schedules] * len(planted))
+        for mutation, found in zip(planted, track(hunts, "planted bugs", len(planted), console=console), strict=True):
             count, seen = found or (None, None)
             rows.append({"bug": mutation.name, "breaks": mutation.breaks, "schedules": count, "seen_as": seen})
             table.add_row(mutation.name, mutation.breaks, "not caught" if count is None else f"{count:,}", seen or "-")

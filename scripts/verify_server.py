@@ -8,6 +8,7 @@ behind as they go (results in --out). `plain` writes plain_outputs.json, which l
   ours      hybrid residency, prefix cache on: by itself, all at once, refused and granted flush in between, again
   host      always_host: by itself and all at once, every old row comes from the host tier
   pressure  high watermarks, so that pages are spilled early; all at once, twice, the second time with cached prefixes
+  elastic   the border between KV and index-K moves while they run: all at once, twice
   noradix   --disable-radix-cache: all at once
   fault     1 % of the rows given to attention replaced: most texts must change, or the comparison proves nothing
 
@@ -41,6 +42,7 @@ SPECS = {
     "pressure": ServerSpec(
         "pressure", hisparse=True, plugin=True, config={"watermark_low": 0.3, "watermark_high": 0.5}, env=AUDIT
     ),
+    "elastic": ServerSpec("elastic", hisparse=True, plugin=True, config={"elastic_border": True}, env=AUDIT),
     "noradix": ServerSpec("noradix", hisparse=True, plugin=True, radix=False, env=AUDIT),
     "fault": ServerSpec(
         "fault", hisparse=True, plugin=True, config={"residency": "always_host"},
@@ -200,6 +202,14 @@ def run_pressure(run: Run) -> None:
         _against_plain(run, server, "forced spills", 2, 0)
 
 
+def run_elastic(run: Run) -> None:
+    """Memory moves from KV to index-K as the prompts fill the cache, under captured graphs and host copies."""
+    with run.server("elastic") as server:
+        _against_plain(run, server, "elastic border", 2, 0)
+        steps = settled_counters(server).get("border_steps", 0)
+    run.demand(steps > 0, f"the border has moved {steps} steps; lower --pool-tokens if it has not")
+
+
 def run_noradix(run: Run) -> None:
     """Without the prefix cache."""
     with run.server("noradix") as server:
@@ -224,6 +234,7 @@ PHASES: dict[str, tuple[Callable[[Run], None], int]] = {
     "ours": (run_ours, 210),
     "host": (run_host, 210),
     "pressure": (run_pressure, 170),
+    "elastic": (run_elastic, 170),
     "noradix": (run_noradix, 130),
     "fault": (run_fault, 120),
 }

@@ -41,7 +41,7 @@ def pool_of(residency: ResidencyCoordinator) -> Pool:
     to_come = np.maximum(book.prompt_pages - book.num_pages, 0)[book.live & book.prefilling]
     return Pool(
         num_running=int(np.count_nonzero(book.live)),
-        device_pages=limits.num_device_pages,
+        device_pages=residency.device_pages.num_usable,
         hot_pages=limits.hot_pages,
         demand_pages=int(np.count_nonzero(used)) + int(to_come.sum()),
         host_pages=int(np.count_nonzero(used & (book.state == _HOST))),

@@ -95,6 +95,14 @@ class HiSparseConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         ]
         | None
     ) = None
+    elastic_border: Annotated[
+        bool,
+        KeyText(
+            "",
+            "begin with as many tokens on the GPU as without a host tier; memory moves from KV to index-K, 2 MiB at a time, as "
+            "more tokens are cached than fit on the GPU, down to what host_to_device_ratio gives",
+        ),
+    ] = False
     residency: Annotated[
         ResidencyMode,
         KeyText(
@@ -250,6 +258,7 @@ class HiSparseConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             page_size=page,
             host_to_device_ratio=self.host_to_device_ratio,
             host_pool_gib=self.host_pool_gib,
+            elastic_border=self.elastic_border,
             residency=self.residency,
             mirroring=self.mirroring,
             eviction=self.eviction,
@@ -319,6 +328,7 @@ class ResolvedConfig:
     union_extend_tokens: int = 128
     eviction: Eviction = Eviction.LRU
     admission: Admission = Admission.THROUGHPUT
+    elastic_border: bool = False
 
     @property
     def hot_pages(self) -> int:

@@ -65,7 +65,7 @@ def reason_of(value: Any, annotation: Any) -> str:
         return "is not a known word" if isinstance(value, str) else f"is {kind_of(value)}"
     if isinstance(info, inspect.StrType):
         return "is empty" if isinstance(value, str) else f"is {kind_of(value)}"
-    if isinstance(info, inspect.DictType):
+    if isinstance(info, inspect.DictType | inspect.BoolType):
         return f"is {kind_of(value)}"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return f"is {kind_of(value)}"
@@ -91,6 +91,8 @@ def allowed_by(annotation: Any) -> str:
         words = "a string that is not empty"
     elif isinstance(info, inspect.DictType):
         words = "an object"
+    elif isinstance(info, inspect.BoolType):
+        words = "true or false"
     else:
         bounds = ((">=", info.ge), (">", info.gt), ("<=", info.le), ("<", info.lt))
         limits = " and ".join(f"{sign} {bound}" for sign, bound in bounds if bound is not None)

@@ -157,8 +157,7 @@ def before_get_next_batch(scheduler: Any, running_batch: Any, *args: Any, **kwar
     runtime = scheduler.hisparse_coordinator
     if not isinstance(runtime, HiSparseRuntime):
         return
-    if runtime.storage is not None:
-        runtime.storage.tick()
+    runtime.tick()
     if runtime.admission_may_have_room():
         running_batch.batch_is_full = False
 

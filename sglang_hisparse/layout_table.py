@@ -18,15 +18,16 @@ def plan_table(plan: MemoryPlan) -> Table:
     shape, hot = plan.shape, plan.hot
     asked = "derived" if plan.requested_ratio is None else f"asked {plan.requested_ratio:g}"
     bound = ", bound by host memory" if plan.host_bound else ""
-    table = Table(title=f"HiSparse memory per rank: ratio {plan.ratio:.4g} ({asked}{bound})")
+    table = Table(title=f"HiSparse memory per rank: ratio {plan.ratio_at_end:.4g} ({asked}{bound})")
     for name, justify in (("where", "left"), ("what", "left"), ("count", "right"), ("GiB", "right")):
         table.add_column(name, justify=justify)
     kv = f"KV, {shape.num_layers} layers x {shape.row_bytes} B"
     index = f"index-K, {shape.num_leaders} layers x {shape.index_row_bytes} B"
     state = f"hot state, {hot.num_groups} groups x {hot.buffer_rows} rows"
+    indexed = plan.border[0].logical_pages * shape.page_size if plan.border else plan.logical_tokens
     rows = (
         ("GPU", kv, f"{plan.device_tokens} tokens", plan.device_kv_bytes),
-        ("GPU", index, f"{plan.logical_tokens} tokens", plan.index_bytes),
+        ("GPU", index, f"{indexed} tokens", plan.index_bytes),
         ("GPU", "page tables", f"{plan.logical_tokens // shape.page_size + 1} pages", plan.page_table_bytes),
         ("GPU", state, f"{hot.num_slots} slots", plan.hot_state_bytes),
         ("GPU", "hot pages table", f"{hot.num_slots} slots", plan.hot_pages_bytes),
@@ -35,6 +36,9 @@ def plan_table(plan: MemoryPlan) -> Table:
     )
     for where, what, count, num_bytes in rows:
         table.add_row(where, what, count, f"{num_bytes / GIB:.3f}")
+    if plan.border:
+        end = f"{plan.least_device_tokens} + {plan.logical_tokens} tokens"
+        table.add_row("GPU", "KV + index-K when all logical tokens are in use", end, "the same")
     table.add_section()
     table.add_row("GPU", "total", f"plain: {plan.plain_tokens} tokens", f"{plan.device_bytes / GIB:.3f}")
     return table

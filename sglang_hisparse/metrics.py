@@ -112,7 +112,7 @@ METRICS: tuple[Metric, ...] = (
         "state",
         ("free", "open", "dirty", "mirroring", "clean", "host"),
     ),
-    Metric("device_pages", Kind.GAUGE, "Device pages by owner.", "owner", ("free", "resident", "hot")),
+    Metric("device_pages", Kind.GAUGE, "Device pages by owner.", "owner", ("free", "resident", "hot", "withheld")),
     Metric("device_usage", Kind.GAUGE, "Share of the device pages in use."),
     Metric("host_usage", Kind.GAUGE, "Share of the host tier's pages in use (every logical page has a home there)."),
     Metric("host_tier_bytes", Kind.GAUGE, "Pinned host memory of the host tier, used and free."),

@@ -22,12 +22,13 @@ from sglang_hisparse.errors import HiSparseError, InvariantError
 from sglang_hisparse.faults import FaultPlan, FaultSeam
 from sglang_hisparse.layout_table import render
 from sglang_hisparse.memory.allocator import HiSparseAllocator
+from sglang_hisparse.memory.elastic import ElasticBorder
 from sglang_hisparse.memory.extends import Extends, Launch
 from sglang_hisparse.memory.host_tier import HostTier
 from sglang_hisparse.memory.pool import HiSparsePool
 from sglang_hisparse.memory.sizing import current_plan, plan_as_built, prefill_rule
 from sglang_hisparse.metrics import Reporter
-from sglang_hisparse.ranks import is_one_of_several
+from sglang_hisparse.ranks import is_one_of_several, least_of_ranks
 from sglang_hisparse.recording.recorder import recorder_of
 from sglang_hisparse.residency import ResidencyCoordinator, ResidencyLimits, SpillPolicy
 from sglang_hisparse.residency.invariants import check
@@ -83,6 +84,7 @@ class HiSparseRuntime:
             max_pages_per_slot=-(-req_to_token_pool.max_context_len // self.page_size) + 1,
             hot_pages=device_buffer_size // self.page_size,
             page_size=self.page_size,
+            border=pool.border,
         )
         self.mem_pool_host = HostTier.create(pool, allocator.size_full, self.page_size, pin=True)
         self.mem_pool_host.bind_available(allocator.available_size)
@@ -114,6 +116,7 @@ class HiSparseRuntime:
         self.policy = SpillPolicy(self.residency)
         self.extends = self._build_extends()
         self._answer_failed_copies(tp_group)
+        self.border = None if pool.elastic is None else ElasticBorder(self, pool.elastic)
         self.plant(FaultPlan.from_env())
         self.num_real_reqs = self.hot.num_real_rows
         self.audit, self.fault = RowAudit.from_env(self), RowFault.from_env(self)
@@ -170,10 +173,12 @@ class HiSparseRuntime:
         self.audit.forget_counts()
         first_rank = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
         if current_plan() is not None and first_rank:
-            plan = plan_as_built(self.allocator.device_tokens, self.hot.hot_pages.shape[0])
+            plan = plan_as_built(self.allocator.device_tokens, self.hot.hot_pages.shape[0], self.pool.border)
             logger.info("HiSparse memory of each rank\n%s", render(plan))
         self.reporter.bind(scheduler)
         self._open_storage(scheduler)
+        if self.border is not None and is_one_of_several(self.tp_group):
+            self.border.bind_agreement(functools.partial(least_of_ranks, self.tp_group))
         self.gate = gate_for(self)
         obey_sigterm(scheduler)
 
@@ -222,12 +227,12 @@ class HiSparseRuntime:
     def make_room(self, num_pages: int) -> bool:
         """Spill until `num_pages` device pages are free."""
         is_short = num_pages > self.residency.device_pages.num_free
-        done = self._make_room(num_pages)
+        done = self.make_room_as_promised(num_pages)
         if is_short and done and not self.extends.is_allocating and exceeds_device(self.residency, num_pages):
             self.residency.counters.retractions_avoided += 1
         return done
 
-    def _make_room(self, num_pages: int) -> bool:
+    def make_room_as_promised(self, num_pages: int) -> bool:
         """What admission has promised does not fail with a copy: then the pages that are needed are copied the slow way."""
         failed_before = self.residency.counters.copies_failed
         if self.policy.make_room(num_pages):
@@ -255,7 +260,24 @@ class HiSparseRuntime:
             self.faults.abort_one(self._scheduler)
         before, self._committed_seen = self._committed_seen, self.committed_device_pages()
         has_news = self.gate is not None and self.gate.take_news()
+        has_news |= self.border is not None and self.border.take_news()
         return self._committed_seen < before or has_news or self.extends.take_refusal()
+
+    def tick(self) -> None:
+        """Before each batch is chosen, on all ranks alike; also while the server idles."""
+        if self.storage is not None:
+            self.storage.tick()
+        if self.border is not None:
+            self.border.tick()
+
+    def want_logical(self, num_pages: int) -> None:
+        """So many logical pages are about to be taken."""
+        if self.border is not None:
+            self.border.want(num_pages)
+
+    def defers_to_border(self, num_pages: int) -> bool:
+        """Whether who needs so many free logical pages waits for memory to move, rather than have cached prefixes evicted."""
+        return self.border is not None and self.border.defers(num_pages)
 
     # -- the forward ------------------------------------------------------------------------------------------------
 
@@ -266,6 +288,8 @@ class HiSparseRuntime:
         if self.gate is not None:
             self.gate.tick()
         self._tick_policy()
+        if self.border is not None:
+            self.border.before_plan()
         plan = self.residency.take_plan()
         self.worker.apply(plan)
         self.hot.before_forward()
@@ -412,4 +436,5 @@ class HiSparseRuntime:
         """Counts since start, for logs, metrics and the statistics file; device counts lag by a few steps."""
         counts = {**residency_counts(self), **resolver_counts(self.hot.counters()), **self.audit.counters()}
         counts |= self.extends.counters()
+        counts |= {} if self.border is None else self.border.counters()
         return {**counts, **(dict.fromkeys(STORAGE_COUNTS, 0) if self.storage is None else self.storage.counters())}

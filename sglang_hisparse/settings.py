@@ -49,6 +49,11 @@ def ratio() -> float:
     return _State.ratio
 
 
+def elastic_border() -> bool:
+    """Whether memory moves from KV to index-K; no, where nothing was resolved."""
+    return _State.resolved is not None and _State.resolved.elastic_border
+
+
 def reset() -> None:
     """Forget everything: for tests that size pools more than once in a process."""
     _State.resolved = _State.ratio = None

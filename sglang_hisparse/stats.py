@@ -44,6 +44,7 @@ def residency_counts(runtime: HiSparseRuntime) -> dict[str, int]:
         "retractions_avoided": counters.retractions_avoided,
         "copies_failed": counters.copies_failed,
         "pages_rehomed": counters.pages_rehomed,
+        "pages_relocated": counters.pages_relocated,
         "refusals": counters.refusals,
         "admission_waits": 0 if runtime.gate is None else runtime.gate.waits,
         "admission_closed": int(runtime.gate is not None and runtime.gate.closed),
@@ -128,7 +129,7 @@ class CopyTimes:
 def exceeds_device(residency: ResidencyCoordinator, num_pages: int) -> bool:
     """Whether `num_pages` more could not stay on the device beside the pages of the running requests, even with everything
     that is only cached evicted: a server without a host tier would retract a request."""
-    return int(np.count_nonzero(residency.book.users)) + num_pages > residency.limits.num_device_pages
+    return int(np.count_nonzero(residency.book.users)) + num_pages > residency.device_pages.num_usable
 
 
 def shares(rows: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
@@ -199,10 +200,10 @@ def _pools(runtime: HiSparseRuntime) -> Sample:
         "pages": {state.name.lower(): int(np.count_nonzero(book.state[1:] == state)) for state in PageState},
         "mirror_backlog_pages": {"waiting": residency.num_dirty, "in_flight": int(np.count_nonzero(book.transfer))},
         "device_pages": {owner.name.lower(): device.count(owner) for owner in Owner},
-        "device_usage": {"": 1 - device.num_free / device.num_pages},
-        "host_usage": {"": 1 - book.num_free / num_host},
+        "device_usage": {"": 1 - device.num_free / device.num_usable},
+        "host_usage": {"": (book.num_usable - book.num_free) / num_host},
         "host_tier_bytes": {"": host.num_bytes},
-        "device_demand": {"": int(np.count_nonzero(book.users)) / device.num_pages},
+        "device_demand": {"": int(np.count_nonzero(book.users)) / device.num_usable},
     }
 
 

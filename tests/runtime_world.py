@@ -182,6 +182,7 @@ class World:
 
     def extend(self, *clients: Client, tokens: int | None = None) -> torch.Tensor:
         """One prefill step of `clients`, of at most `tokens` tokens each; returns out_cache_loc."""
+        self.runtime.tick()
         for client in clients:
             req = client.req
             if not req.kv.holds_kv:
@@ -207,6 +208,7 @@ class World:
 
     def decode(self, *clients: Client, check: bool = True) -> torch.Tensor:
         """One decode step: every client's newest token is written. Returns out_cache_loc [clients]."""
+        self.runtime.tick()
         if check:
             tokens = len(clients) * PAGE
             assert self.allocator.check_decode_capacity(num_tokens=tokens, tree_cache=self.tree)

@@ -83,6 +83,7 @@ def engine_of(rank: int, port: int, config: dict[str, Any], **changes: Any) -> I
     from harness.engine import make_scheduler
     from sglang.srt.distributed.device_communicators import pynccl
 
+    changes.setdefault("index_topk_freq", 2)
     real = context.SpawnRanks
     with (
         mock.patch.object(context, "SpawnRanks", lambda **kwargs: real(**{**kwargs, "world_rank": rank})),
@@ -94,7 +95,6 @@ def engine_of(rank: int, port: int, config: dict[str, Any], **changes: Any) -> I
             nccl_port=port,
             disable_custom_all_reduce=True,
             overlap=True,
-            index_topk_freq=2,
             link_seed=5 + 7 * rank,
             **changes,
         ) as engine,
@@ -209,6 +209,33 @@ def _count_by_rank(runtime: Any, rank: int) -> None:
 def a_gate_on_each_rank(rank: int, port: int, trace: Trace) -> None:
     """See `a_gate_measured_on_one_rank`."""
     a_gate_measured_on_one_rank(rank, port, trace, shared=False)
+
+
+def a_border_seen_at_two_speeds(rank: int, port: int, trace: Trace, *, agreed: bool = True) -> None:
+    """Memory moves from KV to index-K; each rank sees its forward stream pass at another time.
+
+    agreed False: each rank goes on by what it has seen itself, which must be seen to part the ranks.
+    """
+    from sglang_hisparse import capacity
+    from sglang_hisparse.memory import pool
+    from sglang_hisparse.memory.virtual_memory import HostTwin
+
+    with (
+        mock.patch.object(pool, "memory_of", lambda device: HostTwin(1 << 14)),
+        mock.patch.object(capacity, "elastic_plan", lambda plan, cap: plan),
+        engine_of(rank, port, {"elastic_border": True}, device_tokens=32 * PAGE, num_layers=8, index_topk_freq=8) as engine,
+    ):
+        border, seen = engine.coordinator.border, np.random.default_rng(rank)
+        border.memory.has_vacated = lambda: seen.random() < (0.9, 0.2)[rank]
+        if not agreed:
+            border.bind_agreement(lambda value: value)
+        churn(engine, trace, seed=17, longest=1000)
+        trace.write({"told": border.counters()})
+
+
+def a_border_seen_by_each_rank_alone(rank: int, port: int, trace: Trace) -> None:
+    """See `a_border_seen_at_two_speeds`."""
+    a_border_seen_at_two_speeds(rank, port, trace, agreed=False)
 
 
 def storage_of_two_speeds(rank: int, port: int, trace: Trace) -> None:
@@ -361,6 +388,8 @@ LIVES: dict[str, Callable[[int, int, Trace], None]] = {
         failures_given_back,
         a_gate_measured_on_one_rank,
         a_gate_on_each_rank,
+        a_border_seen_at_two_speeds,
+        a_border_seen_by_each_rank_alone,
         storage_of_two_speeds,
         questions_while_copies_run,
         told_to_end,

@@ -106,6 +106,23 @@ def test_own_measurements_would_part_them(traces: dict[str, list[Lines]]) -> Non
     assert _first_difference(_steps(traces["a_gate_on_each_rank"]), ("misses",)) is not None
 
 
+def test_a_border_moves_on_all_ranks_in_one_step(traces: dict[str, list[Lines]]) -> None:
+    """Goal: R30 where memory moves. Method: ranks that see their streams pass at other times; tables, queues, counts each step."""
+    ranks = traces["a_border_seen_at_two_speeds"]
+    assert _first_difference(_steps(ranks)) is None
+    first, second = (lines[-1]["told"] for lines in ranks)
+    assert first == second and first["border_steps"] > 2 and first["border_chunks_moved"] > 20
+
+
+def test_a_border_seen_by_each_rank_would_part_them(traces: dict[str, list[Lines]]) -> None:
+    """Goal: the test above can fail. Method: each rank goes on by what it has seen itself."""
+    for lines in (ranks := traces["a_border_seen_by_each_rank_alone"]):
+        assert lines, "a rank has left no trace"
+    steps = [[line for line in lines if "counts" in line] for lines in ranks]
+    shared = min(map(len, steps))
+    assert len(steps[0]) != len(steps[1]) or _first_difference([lines[:shared] for lines in steps]) is not None
+
+
 def test_questions_of_idleness_have_one_answer(traces: dict[str, list[Lines]]) -> None:
     """Goal: no rank flushes, or takes a health check, by itself. Method: a flush that waits while copies run; all answers."""
     ranks = traces["questions_while_copies_run"]

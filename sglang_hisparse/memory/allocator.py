@@ -60,6 +60,8 @@ class HiSparseAllocator(HiSparseTokenToKVPoolAllocator):
         self.free_pages = self.release_pages = None
         self.free_group = None
         self.device_pages = DevicePages(self._size_hisparse // page_size)
+        # What every accepted request may count on: a moving border only ever leaves this many device tokens.
+        self._size_least = kvcache.border[-1].device_pages * page_size if kvcache.border else self._size_hisparse
         self.runtime: HiSparseRuntime | None = None
         self._deferred: list[int] | None = None
         self.num_slow_frees = 0
@@ -88,6 +90,11 @@ class HiSparseAllocator(HiSparseTokenToKVPoolAllocator):
     def device_tokens(self) -> int:
         return self._size_hisparse
 
+    @property
+    def unbacked_tokens(self) -> int:
+        """Logical tokens that nobody can have yet, since their index-K has no memory."""
+        return 0 if self.runtime is None else self._size_full - self.residency.book.num_usable * self.page_size
+
     def _free_logical_pages(self) -> int:
         return self._size_full // self.page_size if self.runtime is None else self.residency.book.num_free
 
@@ -108,14 +115,14 @@ class HiSparseAllocator(HiSparseTokenToKVPoolAllocator):
 
     def max_request_tokens(self) -> int:
         """Longest request, prompt and output: see capacity.longest_request_tokens."""
-        return longest_request_tokens(self._size_hisparse, self._size_full, self.page_size, self.streamed_tokens)
+        return longest_request_tokens(self._size_least, self._size_full, self.page_size, self.streamed_tokens)
 
     def max_new_tokens_for_memory(self, input_tokens: int, max_new_tokens: int, *, token_capacity: int, **kwargs: Any) -> int | None:
         # SGLang has clipped to `max_request_tokens` already; with that as capacity too, the longest prompts would get no output.
         return super().max_new_tokens_for_memory(
             input_tokens,
             max_new_tokens,
-            token_capacity=min(token_capacity, max(self._size_hisparse, self.streamed_tokens)),
+            token_capacity=min(token_capacity, max(self._size_least, self.streamed_tokens)),
             **kwargs,
         )
 
@@ -127,6 +134,7 @@ class HiSparseAllocator(HiSparseTokenToKVPoolAllocator):
 
     def check_decode_capacity(self, *, num_tokens: int, tree_cache: Any, requests: Any = None, spec_algorithm: Any = None) -> bool:
         """Make the next decode step's pages available: evict the tree for logical ones, spill for device ones."""
+        self.runtime.want_logical(-(-num_tokens // self.page_size))
         self.evict_to_free_tokens(tree_cache, num_tokens)
         if self.runtime.refuses():
             return False
@@ -248,4 +256,4 @@ class HiSparseAllocator(HiSparseTokenToKVPoolAllocator):
         raise NotImplementedError("the pools of HiSparse cannot be resized: captured graphs hold their addresses")
 
     def debug_print(self) -> str:
-        return f"#device-pages-free: {self.device_pages.num_free} of {self.device_pages.num_pages}, "
+        return f"#device-pages-free: {self.device_pages.num_free} of {self.device_pages.num_usable}, "

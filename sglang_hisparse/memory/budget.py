@@ -29,7 +29,7 @@ class HiSparsePrefillBudget(PrefillBudget):
 
     def __init__(self, allocator: Any, tree_cache: Any, *, num_mixed_decode_tokens: int = 0) -> None:
         super().__init__(allocator, tree_cache, num_mixed_decode_tokens=num_mixed_decode_tokens)
-        self.free_device_pages = allocator.device_pages.num_pages - allocator.runtime.committed_device_pages()
+        self.free_device_pages = allocator.device_pages.num_usable - allocator.runtime.committed_device_pages()
         self._extends = allocator.runtime.extends
         self.closed = False
         self._req: Any = None  # the candidate, where SGLang has named it
@@ -71,6 +71,8 @@ class HiSparsePrefillBudget(PrefillBudget):
         extend_tokens, chunk_limit = kwargs["extend_input_len"], kwargs["chunk_limit"]
         fits = not self.closed and self._fits(input_tokens, max_new_tokens, extend_tokens, chunk_limit)
         if not fits or self.allocator.runtime.refuses():
+            return False, None
+        if self.allocator.runtime.defers_to_border(self._pages(kwargs["total_tokens"] + self.total_offset)):
             return False, None
         fits, chunk_limit = super().check_prefill(input_tokens=input_tokens, max_new_tokens=max_new_tokens, **kwargs)
         if not fits or not self._gate.allows(extend_tokens):

@@ -17,10 +17,15 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from sglang.srt.mem_cache.hisparse_memory_pool import HiSparseDSATokenToKVPool
+from sglang.srt.mem_cache.index_key_cache import IndexKeyCache
 from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, unwrap_write_loc
 
+from sglang_hisparse import settings
+from sglang_hisparse.elastic_layout import ElasticShape
 from sglang_hisparse.errors import ConfigError, InvariantError
-from sglang_hisparse.layout import logical_tokens
+from sglang_hisparse.layout import INDEX_ROW_BYTES, logical_tokens
+from sglang_hisparse.memory.elastic import ElasticMemory, memory_of
+from sglang_hisparse.residency import BorderStep
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -70,6 +75,13 @@ class _WriteRows:
         )
 
 
+class ElasticIndexKeyCache(IndexKeyCache):
+    """SGLang's facade of index-K over buffers that are there already: one for each layer, without rows where it has none."""
+
+    def __init__(self, pool: HiSparsePool, buffers: list[torch.Tensor]) -> None:
+        self.pool, self.buffer = pool, buffers
+
+
 class HiSparsePool(HiSparseDSATokenToKVPool):
     """DSA pool of `size` device tokens whose index-K spans `logical_tokens`.
 
@@ -106,6 +118,9 @@ class HiSparsePool(HiSparseDSATokenToKVPool):
         self.page_table: torch.Tensor | None = None
         self.prefix_stream: PrefixStream | None = None  # bound by the runtime
         self._write_rows: _WriteRows | None = None
+        self.elastic: ElasticMemory | None = None
+        self._saves_memory = enable_memory_saver
+        self._has_index = [not follows for follows in skip_topk_layers or [False] * layer_num]
         DSATokenToKVPool.__init__(
             self,
             size=size,
@@ -131,6 +146,42 @@ class HiSparsePool(HiSparseDSATokenToKVPool):
         self.dcp_replicated = True
         self.bytes_per_token = self.kv_cache_dim * self.store_dtype.itemsize
         self.data_strides = torch.full_like(self.data_ptrs, self.bytes_per_token)
+
+    @property
+    def border(self) -> tuple[BorderStep, ...]:
+        """Where the border between KV and index-K may stand; empty: it does not move."""
+        return () if self.elastic is None else self.elastic.steps
+
+    def _create_buffers(self) -> None:
+        """KV of all layers. With a moving border, index-K of the leaders too: they share their memory."""
+        if not settings.elastic_border():
+            super()._create_buffers()
+            return
+        if self._saves_memory or self.custom_mem_pool:
+            raise ConfigError("elastic_border: true cannot be combined with --enable-memory-saver or a custom memory pool; allowed: false")
+        row_bytes = self.kv_cache_dim * self.store_dtype.itemsize
+        shape = ElasticShape(
+            device_pages=self.size // self.page_size,
+            logical_pages=self.num_logical_pages,
+            page_bytes=self.page_size * row_bytes,
+            index_page_bytes=self.page_size * INDEX_ROW_BYTES,
+            num_layers=self.layer_num,
+            num_leaders=sum(self._has_index),
+        )
+        self.elastic = ElasticMemory(memory_of(self.device), shape)
+        self.kv_buffer = [
+            rows.view(self.store_dtype).view(self.size + self.page_size, 1, self.kv_cache_dim) for rows in self.elastic.kv()
+        ]
+
+    def _create_index_key_cache(self) -> IndexKeyCache:
+        if self.elastic is None:
+            return super()._create_index_key_cache()
+        pages, width = self.num_logical_pages + 1, self.page_size * INDEX_ROW_BYTES
+        held = iter(self.elastic.index())
+        none = torch.zeros((0, width), dtype=self.index_k_with_scale_buffer_dtype, device=self.device)
+        return ElasticIndexKeyCache(
+            self, [next(held).view(pages, width) if has_index else none.clone() for has_index in self._has_index]
+        )
 
     @property
     def row_bytes(self) -> int:

@@ -151,5 +151,7 @@ class HiSparseRadixCache(UnifiedRadixCache):
         super().release_aborted_request(request)
 
     def protected_size(self) -> int:
-        """Tokens that cannot be evicted; those that are on their way from storage count too, so that none is missing."""
-        return super().protected_size() + (0 if self.storage is None else self.storage.loading_tokens)
+        """Tokens that cannot be evicted; those that are on their way from storage, and those beyond the border, count too, so
+        that none is missing."""
+        loading = 0 if self.storage is None else self.storage.loading_tokens
+        return super().protected_size() + loading + self.token_to_kv_pool_allocator.unbacked_tokens

@@ -39,6 +39,7 @@ from sglang_hisparse.capacity import (
     scratch_tokens,
 )
 from sglang_hisparse.config import ResolvedConfig
+from sglang_hisparse.elastic_layout import with_border
 from sglang_hisparse.errors import InvariantError
 from sglang_hisparse.layout import (
     KVShape,
@@ -51,7 +52,7 @@ from sglang_hisparse.memory import replicas
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 
-    from sglang_hisparse.residency import ResidencyLimits
+    from sglang_hisparse.residency import BorderStep, ResidencyLimits
 
 logger = logging.getLogger(__name__)
 
@@ -68,12 +69,12 @@ def current_plan() -> MemoryPlan | None:
     return _Plan.current
 
 
-def plan_as_built(device_tokens: int, num_slots: int) -> MemoryPlan:
-    """The plan with the device tokens and request slots that SGLang came to in the end."""
+def plan_as_built(device_tokens: int, num_slots: int, border: tuple[BorderStep, ...] = ()) -> MemoryPlan:
+    """The plan with the device tokens and request slots that SGLang came to in the end, and the border of the pool."""
     plan = _Plan.current
     if plan is None:
         raise InvariantError("no memory plan was made: SGLang did not measure its memory through our hook")
-    return describe_plan(
+    built = describe_plan(
         plan.shape,
         hot_shape(num_slots, plan.shape.num_leaders, settings.resolved(), plan.hot.result_rows - settings.resolved().top_k),
         device_tokens=device_tokens,
@@ -83,6 +84,7 @@ def plan_as_built(device_tokens: int, num_slots: int) -> MemoryPlan:
         host_budget_bytes=plan.host_budget_bytes,
         scratch_tokens=plan.scratch_tokens,
     )
+    return with_border(built, border)
 
 
 def planned_scratch_tokens() -> int:
@@ -101,11 +103,11 @@ def prefill_rule(limits: ResidencyLimits) -> PrefillRule:
     if scratch_pages and check_cuda_graph_backend(Phase.PREFILL, Backend.FULL):
         logger.warning("HiSparse: no prefill is streamed, since --cuda-graph-backend-prefill full fixes what attention reads")
         scratch_pages = 0
-    if get_memory().disable_radix_cache and chunk_pages > limits.num_device_pages - limits.hot_pages - 1:
+    if get_memory().disable_radix_cache and chunk_pages > limits.least_device_pages - limits.hot_pages - 1:
         # SGLang then cuts prompts by itself, and asks nobody how long a chunk may be.
         scratch_pages = 0
     return PrefillRule(
-        num_device_pages=limits.num_device_pages,
+        num_device_pages=limits.least_device_pages,
         hot_pages=limits.hot_pages,
         smallest_pages=limits.smallest_pages,
         scratch_pages=scratch_pages,
@@ -198,6 +200,7 @@ def make_plan(configurator: KVCacheConfigurator, device_bytes: int, resolved: Re
         host_pool_bytes=resolved.host_pool_bytes,
         max_device_tokens=get_schedule().max_total_tokens,
         scratch_tokens=scratch_tokens(shape, device_bytes, context_tokens, resolved.prefill_scratch_tokens),
+        elastic=resolved.elastic_border,
     )
 
 
@@ -230,7 +233,7 @@ def around_profile_available_bytes(
         logger.warning(
             "host_to_device_ratio: %g shrinks to %.4g, since host_pool_gib holds %d tokens per rank",
             plan.requested_ratio,
-            plan.ratio,
+            plan.ratio_at_end,
             plan.host_tokens,
         )
     return token_bytes(plan, device_bytes, get_schedule().max_total_tokens)

@@ -1,9 +1,11 @@
 """The residency protocol: pure Python over numpy, no torch, no SGLang."""
 
+from sglang_hisparse.residency.border import Border, Progress, border_steps
 from sglang_hisparse.residency.coordinator import ResidencyCoordinator
 from sglang_hisparse.residency.device_pages import DevicePages, Owner
 from sglang_hisparse.residency.policy import SpillPolicy
 from sglang_hisparse.residency.types import (
+    BorderStep,
     Mirroring,
     PageState,
     Residency,
@@ -14,10 +16,13 @@ from sglang_hisparse.residency.types import (
 )
 
 __all__ = [
+    "Border",
+    "BorderStep",
     "DevicePages",
     "Mirroring",
     "Owner",
     "PageState",
+    "Progress",
     "Residency",
     "ResidencyCoordinator",
     "ResidencyLimits",
@@ -25,4 +30,5 @@ __all__ = [
     "ResidencyPolicy",
     "SpillPolicy",
     "StepPlan",
+    "border_steps",
 ]

@@ -28,6 +28,7 @@ from sglang_hisparse.residency.types import (
     LeaseChange,
     PageState,
     Promotion,
+    Relocation,
     Residency,
     ResidencyLimits,
     ResidencyPolicy,
@@ -63,6 +64,8 @@ class ResidencyCoordinator(HostCopies):
         self._table_changes: dict[int, None] = {}
         self._promotions: dict[int, int] = {}
         self._lease_changes: dict[int, None] = {}
+        self._relocations: dict[int, int] = {}  # device page -> the one that takes its bytes over
+        self._vacates = False
         self._wait_transfer_id = 0
 
     def clear(self) -> None:
@@ -284,6 +287,41 @@ class ResidencyCoordinator(HostCopies):
         self._lease_changes[slot] = None
         self.counters.leases_released += 1
 
+    # -- the border -------------------------------------------------------------------------------------------------
+
+    def can_withhold(self, limit: int) -> bool:
+        """Whether the device pages above `limit` could be vacated now: no copy of one is still to be put on the copy stream."""
+        return not self._is_being_sent(limit)
+
+    def withhold(self, limit: int) -> None:
+        """Device pages above `limit` lose their owners: what lies there moves below, by the next plan.
+
+        Called just before `take_plan`, with as many pages free as leave: a copy to the host planned between the two would read a
+        page to which nothing has been copied yet. Copies that read the old pages are waited for by the same plan.
+        """
+        pages = self.device_pages
+        leaving = slice(limit + 1, pages.num_usable + 1)
+        self._wait_transfer_id = max(self._wait_transfer_id, int(self._last_copy[leaving].max(initial=0)))
+        for source in pages.withhold(limit):
+            owner, owner_id = pages.owner[source], int(pages.owner_id[source])
+            target = pages.vacate(source)
+            if owner == Owner.RESIDENT:
+                self._relocate(owner_id, source, target)
+            else:
+                lease = self.hot_lease[owner_id]
+                lease[lease.index(source)] = target
+                self._lease_changes[owner_id] = None  # its hot rows are forgotten, so that none need be copied
+        self._vacates = True
+
+    def _relocate(self, page: int, source: int, target: int) -> None:
+        is_promoted = page in self._promotions  # its bytes are still to come: to the new page then
+        self._set_device_page(page, target)
+        if is_promoted:
+            self._promotions[page] = target
+        else:
+            self._relocations[source] = target
+        self.counters.pages_relocated += 1
+
     # -- the step ---------------------------------------------------------------------------------------------------
 
     def take_plan(self) -> StepPlan:
@@ -294,6 +332,8 @@ class ResidencyCoordinator(HostCopies):
             promotions=tuple(Promotion(page, device_page) for page, device_page in self._promotions.items()),
             table=tuple((page, int(self.book.device_page[page])) for page in self._table_changes),
             leases=tuple(LeaseChange(slot, tuple(self.hot_lease.get(slot, ()))) for slot in self._lease_changes),
+            relocations=tuple(Relocation(source, target) for source, target in self._relocations.items()),
+            vacates=self._vacates,
         )
         self._reset_plan()
         return plan

@@ -20,26 +20,29 @@ class Owner(IntEnum):
     FREE = 0
     RESIDENT = 1  #: a logical page; `owner_id` is its number
     HOT = 2  #: a hot lease; `owner_id` is the request slot
+    WITHHELD = 3  #: nobody: its memory is leaving, or has left, for index-K
 
 
-_FREE, _RESIDENT = int(Owner.FREE), int(Owner.RESIDENT)  # plain numbers: compared once for every page that moves
+_FREE, _RESIDENT, _WITHHELD = int(Owner.FREE), int(Owner.RESIDENT), int(Owner.WITHHELD)  # plain numbers: compared once for every page that moves
 
 
 class DevicePages:
-    """Pages 1..num_pages. `lease` and `release` are the only ways in and out; both are O(pages moved)."""
+    """Pages 1..num_pages, of which 1..num_usable can be had. `lease` and `release` are the only ways in and out; both are
+    O(pages moved)."""
 
     def __init__(self, num_pages: int) -> None:
-        self.num_pages = num_pages
+        self.num_pages = self.num_usable = num_pages
         self.owner = np.zeros(num_pages + 1, dtype=np.int8)
         self.owner_id = np.zeros(num_pages + 1, dtype=np.int64)
         self._free: list[int] = []
         self.clear()
 
     def clear(self) -> None:
-        """Make every page free. The lowest numbers are handed out first, which is what a fresh pool does too."""
+        """Make every usable page free. The lowest numbers are handed out first, which is what a fresh pool does too."""
         self.owner.fill(Owner.FREE)
+        self.owner[self.num_usable + 1 :] = Owner.WITHHELD
         self.owner_id.fill(0)
-        self._free = list(range(self.num_pages, 0, -1))
+        self._free = list(range(self.num_usable, 0, -1))
 
     @property
     def num_free(self) -> int:
@@ -75,5 +78,33 @@ class DevicePages:
                     f"I2: device page {page} belongs to {Owner(held).name} {self.owner_id[page]}, "
                     f"{owner.name} {owner_id} gave it back"
                 )
+            if page > self.num_usable:
+                self.owner[page] = _WITHHELD
+                continue
             self.owner[page] = _FREE
             self._free.append(page)
+
+    # -- the border -------------------------------------------------------------------------------------------------
+
+    def withhold(self, limit: int) -> list[int]:
+        """Only pages 1..limit can be had from now on. Returns the others that still have an owner, lowest first: each stays
+        his until it is released, or `vacate`d."""
+        if not 0 < limit <= self.num_usable:
+            raise InvariantError(f"I3: {limit} device pages are to remain usable, of {self.num_usable}")
+        owners = self.owner[limit + 1 : self.num_usable + 1]
+        owned = (np.flatnonzero(owners != _FREE) + limit + 1).tolist()
+        owners[owners == _FREE] = _WITHHELD
+        self._free = [page for page in self._free if page <= limit]
+        self.num_usable = limit
+        return owned
+
+    def vacate(self, page: int) -> int:
+        """The owner of a page above the usable ones gets a free page instead; room has been made for it."""
+        owner, owner_id = Owner(self.owner[page]), int(self.owner_id[page])
+        if page <= self.num_usable or owner in (Owner.FREE, Owner.WITHHELD):
+            raise InvariantError(f"I2: device page {page} of {self.num_usable} usable ones is {owner.name}: nothing to vacate")
+        taken = self.lease(1, owner, owner_id)
+        if taken is None:
+            raise InvariantError(f"I7: device page {page} is to be vacated and no usable page is free")
+        self.owner[page] = _WITHHELD
+        return taken[0]

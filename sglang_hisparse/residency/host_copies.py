@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 
+import numpy as np
+
 from sglang_hisparse.errors import InvariantError
 from sglang_hisparse.residency.page_book import PageBook
 from sglang_hisparse.residency.types import PageState, PageTransfer, ResidencyCounters, ResidencyPolicy
@@ -41,6 +43,9 @@ class HostCopies:
         self._completed_early: dict[int, int] = {}  # id -> logical page, completed and not yet acknowledged as enqueued
         self._in_flight: dict[int, int] = {}  # logical page -> host writes not completed (R7)
         self._erasing: Counter[int] = Counter()  # logical page -> times that the audit still overwrites its host rows (R7)
+        self._sources: dict[int, int] = {}  # id -> device page, while it is neither enqueued nor failed
+        # Newest copy on the copy stream that reads each device page, whoever owns the page by now.
+        self._last_copy = np.zeros(book.limits.num_device_pages + 1, dtype=np.int64)
         self._dirty: dict[int, None] = {}  # DIRTY pages in the order of sealing
         self._enqueued_at: deque[tuple[int, int]] = deque()  # (step, newest id enqueued in it), not yet waited for
         self.failures_in_row = 0  # rounds of copies that failed since one did not
@@ -51,6 +56,8 @@ class HostCopies:
         self._transfers.clear()
         self._completed_early.clear()
         self._in_flight.clear()
+        self._sources.clear()
+        self._last_copy.fill(0)
         self._dirty.clear()
         self._enqueued_at.clear()
 
@@ -67,7 +74,8 @@ class HostCopies:
             self._dirty.pop(page, None)
             self._transfers[transfer_id] = page
             self._in_flight[page] = self._in_flight.get(page, 0) + 1
-            transfers.append(PageTransfer(transfer_id, page, int(self.book.device_page[page])))
+            self._sources[transfer_id] = int(self.book.device_page[page])
+            transfers.append(PageTransfer(transfer_id, page, self._sources[transfer_id]))
         if transfers:
             self.counters.pages_mirrored += len(transfers)
             self.on_enqueued(self._mirror_sink(transfers))
@@ -93,6 +101,8 @@ class HostCopies:
     def on_enqueued(self, transfer_ids: Iterable[int]) -> None:
         """These copies are on the copy stream: every later writer of their device pages is ordered behind them."""
         for transfer_id in transfer_ids:
+            if (source := self._sources.pop(transfer_id, None)) is not None:
+                self._last_copy[source] = max(int(self._last_copy[source]), transfer_id)
             early = self._completed_early.pop(transfer_id, None)
             page = self._transfers.get(transfer_id, early)
             if page is None or self.book.transfer[page] != transfer_id:
@@ -134,6 +144,7 @@ class HostCopies:
         once, by eager mirroring after a rest that grows with each failure."""
         failed_before = self.counters.copies_failed
         for transfer_id in transfer_ids:
+            self._sources.pop(transfer_id, None)
             if (page := self._end_transfer(transfer_id)) is None:
                 continue
             if self.book.transfer[page] != transfer_id:
@@ -170,6 +181,10 @@ class HostCopies:
     def end_erasing(self, pages: Iterable[int]) -> None:
         """They have been, once for each page given."""
         self._erasing -= Counter(pages)
+
+    def _is_being_sent(self, above: int) -> bool:
+        """Whether a copy is planned that will read a device page above this one, and is not on the copy stream yet."""
+        return any(source > above for source in self._sources.values())
 
     def _overdue_transfer(self) -> int:
         """The newest copy that the coming forward must wait for although nothing depends on it; 0: none.

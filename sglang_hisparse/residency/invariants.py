@@ -75,9 +75,14 @@ def _check_device_pages(coordinator: ResidencyCoordinator) -> None:
     is_hot = pages.owner == Owner.HOT
     _require(is_hot != (owner_of >= 0), "I2: a hot device page and the leases disagree")
     _require(is_hot & (pages.owner_id != owner_of), "I2: a hot device page belongs to another request slot")
-    if free.size + holders.size + num_hot != pages.num_pages:
+    withheld = pages.owner == Owner.WITHHELD
+    _require(
+        withheld != (np.arange(pages.num_pages + 1) > pages.num_usable), "I10: a device page above the border has an owner"
+    )
+    if free.size + holders.size + num_hot + (num_withheld := int(np.count_nonzero(withheld))) != pages.num_pages:
         raise InvariantError(
-            f"I3: {free.size} free + {holders.size} resident + {num_hot} hot device pages, not {pages.num_pages}"
+            f"I3: {free.size} free + {holders.size} resident + {num_hot} hot + {num_withheld} withheld device pages, "
+            f"not {pages.num_pages}"
         )
 
 
@@ -90,6 +95,8 @@ def _check_logical_pages(coordinator: ResidencyCoordinator) -> None:
     times_free = np.bincount(np.asarray(book._free, dtype=np.int64), minlength=state.size)
     _require(times_free > 1, "I2: a logical page is twice in the free list")
     _require((times_free == 1) & (state != _FREE), "I2: a logical page in the free list is in use")
+    beyond = np.arange(state.size) > book.num_usable
+    _require(beyond & ((times_free > 0) | (state != _FREE)), "I10: a logical page without index-K was handed out")
     if state[PAD_PAGE] != _FREE or times_free[PAD_PAGE]:
         raise InvariantError("I2: the pad page is in use")
     traces = (

@@ -52,6 +52,7 @@ class PageBook:
         self.misses = np.zeros(slots)  # rows that its request fetches per decode step, equal on all ranks; 0: few, or unknown
         # Requests that the slot has had, so that counts of one are not taken for another's. Never goes back.
         self.lives = np.zeros(slots, dtype=np.int64)
+        self.num_usable = limits.steps[0].logical_pages  # logical pages 1..num_usable have index-K, and may be handed out
         self._free: list[int] = []
         self.clear()
 
@@ -64,7 +65,7 @@ class PageBook:
         ):  # fmt: skip
             array.fill(0)
         self.generation += 1
-        self._free = list(range(self.limits.num_logical_pages, 0, -1))
+        self._free = list(range(self.num_usable, 0, -1))
 
     # -- logical ids ------------------------------------------------------------------------------------------------
 
@@ -88,6 +89,13 @@ class PageBook:
             raise InvariantError(f"logical page {page} is freed with {self.users[page]} users, {self.holds[page]} holds")
         self.generation[page] += 1
         self._free.append(page)
+
+    def extend_to(self, num_usable: int) -> None:
+        """Logical pages up to this one have index-K now. They are handed out after those that are free already."""
+        if not self.num_usable <= num_usable <= self.limits.num_logical_pages:
+            raise InvariantError(f"I10: {num_usable} logical pages cannot follow {self.num_usable}")
+        self._free[:0] = range(num_usable, self.num_usable, -1)
+        self.num_usable = num_usable
 
     # -- slots ------------------------------------------------------------------------------------------------------
 

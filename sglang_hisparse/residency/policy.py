@@ -25,8 +25,16 @@ class SpillPolicy:
 
     def __init__(self, coordinator: ResidencyCoordinator) -> None:
         self.coordinator = coordinator
-        num_pages = coordinator.limits.num_device_pages
-        self.watermark_low_pages, self.watermark_high_pages = coordinator.policy.watermark_pages(num_pages)
+
+    @property
+    def watermark_low_pages(self) -> int:
+        """Pages are spilled when fewer than this are free."""
+        return self.coordinator.policy.watermark_pages(self.coordinator.device_pages.num_usable)[0]
+
+    @property
+    def watermark_high_pages(self) -> int:
+        """A spill goes on until this many are free."""
+        return self.coordinator.policy.watermark_pages(self.coordinator.device_pages.num_usable)[1]
 
     # -- before an allocation ---------------------------------------------------------------------------------------
 
@@ -166,7 +174,7 @@ class SpillPolicy:
         """`always_host`: every sealed page of a decoding request beyond its tail leaves, however much is free."""
         coordinator, book = self.coordinator, self.coordinator.book
         worst, smallest = book.worst_pages(), coordinator.limits.smallest_pages
-        spare = coordinator.device_pages.num_pages - int(worst.sum())
+        spare = coordinator.device_pages.num_usable - int(worst.sum())
         for slot in self._unleased_decoding():
             # Also where every such page is shared: its other users get their leases in this very loop.
             if not self._beyond_tail(slot).size or (extra := smallest - int(worst[slot])) > spare:

@@ -78,6 +78,14 @@ class Promotion:
 
 
 @dataclass(frozen=True, slots=True)
+class Relocation:
+    """Copy one device page, all layers, to another one, before the next forward: the first is about to lose its memory."""
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
 class LeaseChange:
     """`slot` now holds `device_pages` as its hot buffer; empty: it holds none. Its hot rows are forgotten either way."""
 
@@ -92,8 +100,9 @@ class StepPlan:
     1. wait for the host-write event of transfer `wait_transfer_id` (0: none): every page released since the last plan
        was mirrored by this transfer or an earlier one, so later writers of its device page, and readers of its host rows,
        come after the copy;
-    2. run `promotions`;
-    3. write `table` (logical page, device page or 0) into the page table and apply `leases`.
+    2. copy `relocations`, then run `promotions`;
+    3. write `table` (logical page, device page or 0) into the page table and apply `leases`;
+    4. if it `vacates`, mark this point of the stream: once it is reached, nothing touches a withheld device page any more.
     """
 
     step: int
@@ -101,10 +110,14 @@ class StepPlan:
     promotions: tuple[Promotion, ...]
     table: tuple[tuple[int, int], ...]
     leases: tuple[LeaseChange, ...]
+    relocations: tuple[Relocation, ...] = ()
+    vacates: bool = False
 
     @property
     def is_empty(self) -> bool:
-        return not (self.wait_transfer_id or self.promotions or self.table or self.leases)
+        return not (
+            self.wait_transfer_id or self.promotions or self.table or self.leases or self.relocations or self.vacates
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,6 +139,14 @@ class StreamPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class BorderStep:
+    """Where the border between KV and index-K may stand: pages 1..n of either kind have memory then."""
+
+    device_pages: int
+    logical_pages: int
+
+
+@dataclass(frozen=True, slots=True)
 class ResidencyLimits:
     """Sizes that never change during the life of a coordinator. All counts are pages unless the name says otherwise."""
 
@@ -136,6 +157,17 @@ class ResidencyLimits:
     hot_pages: int  #: pages of one hot lease, device_buffer_size / page_size
     page_size: int = 64
     tail_pages: int = 2  #: newest pages of a running request that never leave the device
+    border: tuple[BorderStep, ...] = ()  #: from all device pages to all logical ones; empty: a border that does not move
+
+    @property
+    def steps(self) -> tuple[BorderStep, ...]:
+        """Places of the border, the first at start; device pages fall and logical pages rise from one to the next."""
+        return self.border or (BorderStep(self.num_device_pages, self.num_logical_pages),)
+
+    @property
+    def least_device_pages(self) -> int:
+        """Device pages that remain wherever the border goes: what a request accepted for good may count on."""
+        return self.steps[-1].device_pages
 
     @property
     def smallest_pages(self) -> int:
@@ -170,6 +202,7 @@ class ResidencyCounters:
     leases_acquired: int = 0
     leases_released: int = 0
     pages_rehomed: int = 0
+    pages_relocated: int = 0  #: moved below the border between KV and index-K
     stale_acknowledgements: int = 0
     refusals: int = 0
     retractions_avoided: int = 0  #: shortages of running requests that spilling has met; counted by the runtime

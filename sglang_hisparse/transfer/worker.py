@@ -25,6 +25,9 @@ from sglang_hisparse.residency.types import LeaseChange, PageTransfer, StepPlan
 
 logger = logging.getLogger(__name__)
 
+RELOCATION_BLOCKS = 64
+"""Thread blocks of a copy within the device's own memory, between two forwards."""
+
 
 @dataclass(slots=True)
 class _Batch:
@@ -61,6 +64,7 @@ class TransferWorker:
         self._device_bases = device_bases
         self._batches: deque[_Batch] = deque()
         self._reset = False
+        self._vacated: Any = None  # event behind the last plan that vacated device pages
         self._on_gpu = self.device.type == "cuda"
         self._copy_stream = torch.cuda.Stream(device=self.device) if self._on_gpu else None
         self.forward_stream: Any = None
@@ -194,6 +198,9 @@ class TransferWorker:
                 if batch.event is not None and batch.transfer_ids[0] <= plan.wait_transfer_id:
                     torch.cuda.current_stream(self.device).wait_event(batch.event)
                     break
+        if plan.relocations:
+            self._relocate([relocation.source for relocation in plan.relocations],
+                           [relocation.target for relocation in plan.relocations])  # fmt: skip
         if plan.promotions:
             self._copy(
                 Direction.TO_DEVICE,
@@ -206,6 +213,26 @@ class TransferWorker:
             apply_table_diff(self.page_table, index, value)
         if plan.leases:
             self._apply_leases(plan.leases)
+        if plan.vacates and self._on_gpu:
+            self._vacated = torch.cuda.Event()
+            self._vacated.record()
+
+    def has_vacated(self) -> bool:
+        """Whether the forward stream has passed the last plan that vacated device pages."""
+        return self._vacated is None or self._vacated.query()
+
+    def _relocate(self, sources: list[int], targets: list[int]) -> None:
+        """Copy device pages, all layers; no page is both source and target."""
+        source, target = self._to_device([sources, targets])
+        copy_pages(
+            direction=Direction.TO_DEVICE,
+            host_bases=self._device_bases,
+            device_bases=self._device_bases,
+            host_pages=source,
+            device_pages=target,
+            page_bytes=self.page_bytes,
+            max_blocks=RELOCATION_BLOCKS,
+        )
 
     def _apply_leases(self, leases: Sequence[LeaseChange]) -> None:
         width = self.hot_pages.shape[1]

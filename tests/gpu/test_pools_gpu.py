@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 import torch
-from runtime_world import PAGE, Client, World
+from captured_decode import CapturedDecode
+from runtime_world import PAGE, World
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sglang_hisparse.residency import PageState
-
-ROWS = 4  # rows of the captured batch
 
 
 def test_mirror_spill_promote_round_trip(world: World) -> None:
@@ -53,50 +50,6 @@ def test_a_device_page_may_be_reused_at_once(world: World) -> None:
             on_device = (rows >= 0).numpy()
             found[on_device] = world.rows(layer, rows.clamp(min=0).to(world.device))[on_device]
             assert (found == world.expected(hit, np.arange(len(ids)) * PAGE, layer)).all(), (seed, layer)
-
-
-class CapturedDecode:
-    """The resolver calls of one decode step over fixed tensors: a CUDA graph on a GPU, plain calls on the CPU."""
-
-    def __init__(self, world: World) -> None:
-        self.world = world
-        zeros: Callable[..., torch.Tensor] = lambda *shape: torch.zeros(shape, dtype=torch.int32, device=world.device)
-        self.slots, self.lengths = zeros(ROWS).long(), zeros(ROWS).long()
-        self.top_k = zeros(ROWS, world.sizes.top_k)
-        world.metadata.real_page_table = zeros(ROWS, world.sizes.context_pages)
-        self.outputs: list[torch.Tensor] = []
-        self._graph = None
-        self._run()
-        if world.device != "cpu":
-            torch.cuda.synchronize()
-            self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph):
-                self._run()
-
-    def _run(self) -> None:
-        self.outputs = [
-            self.world.runtime.swap_in_selected_pages(self.slots, self.lengths, self.top_k, layer).clone()
-            for layer in range(self.world.sizes.layers)
-        ]
-
-    def step(self, clients: list[Client], positions: torch.Tensor) -> list[np.ndarray]:
-        """Fill the fixed tensors for `clients`, leave the other rows as padding, run; rows of every layer [ROWS, k]."""
-        world, count = self.world, len(clients)
-        world.runtime.num_real_reqs.fill_(count)
-        self.slots.zero_()
-        self.lengths.fill_(1)
-        self.top_k.zero_()
-        world.metadata.real_page_table.zero_()
-        for row, client in enumerate(clients):
-            self.slots[row], self.lengths[row] = client.slot, client.length
-            pages = world.request_pool.req_to_token[client.slot, : client.length : PAGE] // PAGE
-            world.metadata.real_page_table[row, : len(pages)] = pages
-        self.top_k[:count] = positions.to(world.device)
-        if self._graph is None:
-            self._run()
-        else:
-            self._graph.replay()
-        return [output.cpu() for output in self.outputs]
 
 
 def test_replay_follows_the_plans(world: World) -> None:

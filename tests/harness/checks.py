@@ -39,10 +39,10 @@ def assert_no_request_left(engine: Engine) -> None:
     assert not runtime.residency.hot_lease
     for counts in (book.users, book.unleased, book.holds):
         assert not counts.any(), np.flatnonzero(counts)
-    cached = book.limits.num_logical_pages - book.num_free
+    cached = book.num_usable - book.num_free
     assert cached * engine.allocator.page_size == engine.tree.evictable_size()
     resident = int(np.count_nonzero(book.device_page))
-    assert pages.num_free + resident == pages.num_pages
+    assert pages.num_free + resident == pages.num_usable
     assert_residency_sound(engine)
 
 
@@ -50,9 +50,9 @@ def assert_pools_empty(engine: Engine) -> None:
     """After a flush: every logical and device page is free, no copy is under way, no error was counted."""
     runtime = engine.coordinator
     assert_no_request_left(engine)
-    assert runtime.residency.book.num_free == runtime.residency.limits.num_logical_pages
-    assert runtime.residency.device_pages.num_free == runtime.residency.limits.num_device_pages
-    assert engine.allocator.available_size() == engine.allocator.size
+    assert runtime.residency.book.num_free == runtime.residency.book.num_usable
+    assert runtime.residency.device_pages.num_free == runtime.residency.device_pages.num_usable
+    assert engine.allocator.available_size() + engine.allocator.unbacked_tokens == engine.allocator.size
     assert not runtime.has_ongoing_staging()
     assert engine.req_to_token_pool.available_size() == engine.req_to_token_pool.size
 

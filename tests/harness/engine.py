@@ -266,6 +266,20 @@ class Engine:
             return result
 
         worker.forward_batch_generation = forward_batch_generation
+        if self.coordinator is not None and self.coordinator.border is not None:
+            self._follow_idle_plans(self.coordinator.worker)
+
+    def _follow_idle_plans(self, worker: Any) -> None:
+        """While no forward comes, a moving border has its plan executed behind the launched one: whose reads are judged first."""
+        original = worker.apply
+
+        def apply(plan: Any) -> None:
+            self.model.check_launched_reads()
+            self.model.forget_launched_reads()
+            original(plan)
+            self._launched_tables = {name: table.clone() for name, table in self._device_tables().items()}
+
+        worker.apply = apply
 
     def _device_tables(self) -> dict[str, torch.Tensor]:
         """What kernels inside layers read besides rows: only a forward may find them changed (R4)."""

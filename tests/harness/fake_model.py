@@ -133,6 +133,10 @@ class FakeDsaModel(torch.nn.Module):
             self._compare(record, late=True)
             self.counters.rows_read_late += len(record.device_rows)
 
+    def forget_launched_reads(self) -> None:
+        """What comes now is ordered behind them."""
+        self._launched_reads = []
+
     # ------------------------------------------------------------------ one forward
 
     def _spans(self, forward_batch: Any) -> list[Span]:

@@ -287,7 +287,7 @@ def test_before_the_runtime_exists() -> None:
     """Goal: SGLang may clear and count before it has built the coordinator (R29). Method: an allocator alone."""
     with published():
         bound: list[torch.Tensor] = []
-        pool = SimpleNamespace(bind_page_table=bound.append)
+        pool = SimpleNamespace(bind_page_table=bound.append, border=())
         allocator = HiSparseAllocator(10 * PAGE + 7, PAGE, torch.bfloat16, "cpu", pool, False, 2.5)
         allocator.clear()
         assert allocator.verify_byte_accounting() == [] and allocator.available_size() == allocator.size

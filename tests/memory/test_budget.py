@@ -291,6 +291,7 @@ class Device:
             residency=self.residency,
             available_size=lambda: 1 << 30,
             runtime=SimpleNamespace(
+                defers_to_border=lambda num_pages: False,
                 committed_device_pages=self.residency.book.committed_pages,
                 refuses=lambda: False,
                 gate=None,

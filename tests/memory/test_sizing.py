@@ -67,13 +67,19 @@ def make_configurator(model: dict[str, Any], dtype: torch.dtype, *, draft: bool 
 
 @contextmanager
 def published(
-    ratio: float | None = 4, *, host_pool_gib: float | None = None, device_buffer_size: int = 4096, **server_args: Any
+    ratio: float | None = 4,
+    *,
+    host_pool_gib: float | None = None,
+    device_buffer_size: int = 4096,
+    elastic_border: bool | None = None,
+    **server_args: Any,
 ) -> Iterator[None]:
     """SGLang's configuration as it stands once --hisparse-config holds these keys."""
     keys = {
         "device_buffer_size": device_buffer_size,
         "host_to_device_ratio": ratio,
         "host_pool_gib": host_pool_gib,
+        "elastic_border": elastic_border,
     }
     text = json.dumps({key: value for key, value in keys.items() if value is not None})
     settings.reset()
@@ -181,6 +187,39 @@ def test_sglang_arrives_at_the_plan(
     assert config.max_running_requests == 64 and plan.hot.num_slots == 65
     shared = 65 * (2048 + CONTEXT // 64 + 1) * 4  # the resolver's output and its translated page table
     assert plan.hot_state_bytes == plan.shape.num_leaders * hot_state_bytes(65, 4096) + shared
+
+
+@pytest.mark.parametrize(("model", "dtype"), [(V32, FP8), (V32, BF16), (GLM, FP8), (GLM, BF16)])
+@pytest.mark.parametrize(("ratio", "host_gib"), [(1, 4_000), (2, 4_000), (8, 4_000), (8, 90), (None, 300)])
+def test_an_elastic_server_begins_with_plain_sglangs_tokens(
+    hooked: SimpleNamespace, model: dict[str, Any], dtype: torch.dtype, ratio: float | None, host_gib: int
+) -> None:
+    """Goal: within 2 % of the tokens that plain SGLang holds in the same memory, however large the ratio; logical tokens and
+    host memory are those of the fixed border, whose device tokens remain at the end. Method: SGLang's real resolution, both."""
+    hooked.host = host_gib * GIB
+    with published(ratio, host_pool_gib=None if ratio is None else host_gib):
+        fixed = sizing.make_plan(make_configurator(model, dtype), hooked.free, settings.resolve(make_configurator(model, dtype).model_config))
+    with published(ratio, host_pool_gib=None if ratio is None else host_gib, elastic_border=True):
+        configurator = make_configurator(model, dtype)
+        config = configurator._resolve_memory_pool_config(80)
+        plan = sizing.current_plan()
+        assert plan is not None and config.max_total_num_tokens == plan.device_tokens
+        capacity = configurator.logical_token_capacity(max_total_num_tokens=config.max_total_num_tokens)
+        assert capacity == plan.logical_tokens == fixed.logical_tokens
+    plain = (hooked.free - plan.scratch_bytes - plan.hot_state_bytes) // (plan.shape.kv_token_bytes + plan.shape.index_token_bytes)
+    assert plan.device_tokens >= min(0.98 * plain, plan.logical_tokens)
+    assert plan.border[0].device_pages * 64 == plan.device_tokens
+    assert plan.border[-1].logical_pages * 64 == plan.logical_tokens
+    assert 0.98 * fixed.device_tokens <= plan.least_device_tokens <= plan.device_tokens
+    assert plan.device_bytes <= hooked.free and plan.host_bytes == fixed.host_bytes <= hooked.host
+    assert plan.host_bound == fixed.host_bound
+
+
+def test_an_elastic_border_that_leaves_no_request_is_refused(hooked: SimpleNamespace) -> None:
+    """Goal: the error comes at start and names the key. Method: so little memory that chunks leave less than a hot buffer."""
+    hooked.free = 1 * GIB
+    with published(30, elastic_border=True, host_pool_gib=4_000), pytest.raises(ConfigError, match=r"elastic_border|device pool"):
+        make_configurator(V32, FP8)._resolve_memory_pool_config(80)
 
 
 def test_users_cap_on_tokens(hooked: SimpleNamespace, caplog: pytest.LogCaptureFixture) -> None:

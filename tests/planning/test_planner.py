@@ -129,7 +129,7 @@ def test_the_longest_request_is_the_servers(device: int, logical: int) -> None:
     """Goal: a plan promises no length that a server refuses. Method: the allocator's own limit for the same pools."""
     for scratch in (0, 6400):
         allocator = SimpleNamespace(
-            _size_full=logical * 64, _size_hisparse=device * 64, page_size=64, streamed_tokens=scratch
+            _size_full=logical * 64, _size_least=device * 64, page_size=64, streamed_tokens=scratch
         )
         expected = HiSparseAllocator.max_request_tokens(allocator)
         assert capacity.longest_request_tokens(device * 64, logical * 64, 64, scratch) == expected

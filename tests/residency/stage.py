@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sglang_hisparse.residency import (
+    BorderStep,
     DevicePages,
     PageState,
     ResidencyCoordinator,
@@ -33,8 +34,11 @@ class Stage:
         tail: int = 2,
         auto_ack: bool = True,
         policy: ResidencyPolicy | None = None,
+        border: tuple[BorderStep, ...] = (),
     ) -> None:
-        self.limits = ResidencyLimits(logical, device, slots, max(logical, device + 2), hot, page_size=page_size, tail_pages=tail)
+        self.limits = ResidencyLimits(
+            logical, device, slots, max(logical, device + 2), hot, page_size=page_size, tail_pages=tail, border=border
+        )
         self.sent: list[PageTransfer] = []
         self.auto_ack = auto_ack
         self.pages = DevicePages(device)

@@ -1,4 +1,4 @@
-"""Goal: a device page has one owner and none is lost (I2, I3). Method: direct calls, each refusal with its message."""
+"""Goal: a device page has one owner and none is lost (I2, I3, I10). Method: direct calls, each refusal with its message."""
 
 from __future__ import annotations
 
@@ -77,3 +77,37 @@ def test_only_a_resident_page_changes_hands() -> None:
     for page in (hot, resident):
         with pytest.raises(InvariantError, match="I2"):
             pages.transfer(page, 7)
+
+
+def test_pages_above_the_border_are_nobodys() -> None:
+    """Goal: I3 with a border: free, resident, hot and withheld pages are all. Method: withhold, vacate, release, clear."""
+    pages = DevicePages(8)
+    (first,), hot = pages.lease(1, Owner.RESIDENT, 5), pages.lease(6, Owner.HOT, 1)
+    pages.release(hot[:4], Owner.HOT, 1)
+    assert pages.withhold(5) == hot[4:] == [6, 7]
+    assert (pages.num_usable, pages.num_free, pages.count(Owner.WITHHELD)) == (5, 4, 1)
+    taken = pages.vacate(6)
+    assert taken in (2, 3, 4, 5) and pages.owner[taken] == Owner.HOT and pages.owner_id[taken] == 1
+    pages.release([7], Owner.HOT, 1)
+    assert (pages.num_free, pages.count(Owner.WITHHELD), pages.count(Owner.HOT)) == (3, 3, 1)
+    assert pages.lease(4, Owner.HOT, 2) is None
+    pages.clear()
+    assert sorted(pages.lease(5, Owner.HOT, 3)) == [1, 2, 3, 4, 5] and pages.num_free == 0
+    assert pages.count(Owner.WITHHELD) == 3 and first == 1
+
+
+def test_the_border_of_device_pages_is_guarded() -> None:
+    """Goal: I2 and I7 at the border. Method: raise it, vacate below it, a free page, and with nothing free."""
+    pages = DevicePages(4)
+    pages.lease(4, Owner.RESIDENT, 1)
+    assert pages.withhold(3) == [4]
+    for limit in (0, 4):
+        with pytest.raises(InvariantError, match="I3"):
+            pages.withhold(limit)
+    with pytest.raises(InvariantError, match="nothing to vacate"):
+        pages.vacate(3)
+    with pytest.raises(InvariantError, match="I7"):
+        pages.vacate(4)
+    pages.release([4], Owner.RESIDENT, 1)
+    with pytest.raises(InvariantError, match="WITHHELD"):
+        pages.vacate(4)

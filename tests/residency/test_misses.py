@@ -243,9 +243,9 @@ def test_nothing_is_exchanged_where_nothing_can_come_back() -> None:
         MissRounds(stage.book, None, share).end_round(True)
 
 
-def roomy(rng: random.Random) -> Options:
+def roomy(rng: random.Random, border_rng: random.Random) -> Options:
     """Schedules in which several requests could come back: long ones on two ranks, with no reserve of free pages."""
-    drawn = Options.draw(rng)
+    drawn = Options.draw(rng, border_rng)
     policy = replace(
         drawn.policy, mode=ResidencyMode.HYBRID, watermark_low=0.0, watermark_high=0.0, promote_pages_per_step=1
     )

@@ -57,26 +57,33 @@ class GpuModel:
         self.leases: dict[int, tuple[int, ...]] = {}
         self.tags: dict[int, OrderedDict[int, int]] = {}  # request slot -> logical id -> hot slot, oldest use first
         self.forward_stream: deque[tuple[Any, ...]] = deque()
-        self.copy_stream: deque[tuple[int, PageTransfer]] = deque()
+        self.copy_stream: deque[tuple[int, int, PageTransfer]] = deque()  # behind: forwards run, operations run
         self.launched = 0
         self.executed = 0
         self.copied = 0  # id of the last copy that has run; ids on the stream ascend
         self.completed: list[int] = []
         self.num_reads = {"resident": 0, "hot": 0, "host": 0, "streamed": 0}
+        self.mapped_device, self.mapped_logical = limits.num_device_pages, limits.steps[0].logical_pages
         self.side = SideStream()
         self.num_put = self.num_done = 0  # operations of the forward stream: enqueued, run
+        self.last_relocation = self.vacated = 0  # operations until the last one was enqueued; plans that vacated and have run
 
     # -- what the CPU puts on the streams ---------------------------------------------------------------------------
 
     def apply(self, plan: StepPlan) -> None:
         if plan.wait_transfer_id:
             self._put((self._wait, plan.wait_transfer_id))
+        if plan.relocations:
+            self._put((self._relocate, plan.relocations))
+            self.last_relocation = self.num_put
         if plan.promotions:
             self._put((self._promote, plan.promotions))
         if plan.table:
             self._put((self._write_table, plan.table))
         if plan.leases:
             self._put((self._write_leases, plan.leases))
+        if plan.vacates:
+            self._put((self._vacate,))
 
     def _put(self, operation: tuple[Any, ...]) -> None:
         self.forward_stream.append(operation)
@@ -109,8 +116,8 @@ class GpuModel:
         return self.side.stage(self, extend, layer)
 
     def enqueue(self, transfer: PageTransfer) -> None:
-        """A host copy, behind the last launched forward."""
-        self.copy_stream.append((self.launched, transfer))
+        """A host copy, behind the last launched forward and behind what the border has moved since."""
+        self.copy_stream.append((self.launched, self.last_relocation, transfer))
 
     def forget_all(self) -> None:
         """Flush: the caller has drained both streams."""
@@ -153,10 +160,11 @@ class GpuModel:
         return True
 
     def _step_copy(self) -> bool:
-        if not self.copy_stream or self.copy_stream[0][0] > self.executed:
+        if not self.copy_stream or self.copy_stream[0][0] > self.executed or self.copy_stream[0][1] > self.num_done:
             return False
-        _, transfer = self.copy_stream.popleft()
+        *_, transfer = self.copy_stream.popleft()
         size = self.page_size
+        self._touch(transfer.device_page)
         source, target = transfer.device_page * size, transfer.logical_page * size
         self.host[target : target + size] = self.device[source : source + size]
         self.copied = transfer.transfer_id
@@ -168,9 +176,32 @@ class GpuModel:
     def _wait(self, transfer_id: int) -> bool:
         return self.copied >= transfer_id
 
+    def _touch(self, device_page: int) -> None:
+        """Somebody reads or writes rows of the page."""
+        if device_page > self.mapped_device:
+            raise Violation("I10", f"device page {device_page} is touched, memory ends at {self.mapped_device}")
+
+    def _relocate(self, relocations: Sequence[Any]) -> None:
+        size = self.page_size
+        for relocation in relocations:
+            source, target = relocation.source * size, relocation.target * size
+            self._touch(relocation.source)
+            self._touch(relocation.target)
+            self.device[target : target + size] = self.device[source : source + size]
+
+    def _vacate(self) -> None:
+        self.vacated += 1
+
+    def move_border(self, device_pages: int, logical_pages: int) -> None:
+        """Memory of the device pages above is index-K of logical pages now; not ordered on any stream."""
+        size = self.page_size
+        self.device[(device_pages + 1) * size :] = [NOTHING] * ((self.limits.num_device_pages - device_pages) * size)
+        self.mapped_device, self.mapped_logical = device_pages, logical_pages
+
     def _promote(self, promotions: Sequence[Any]) -> None:
         size = self.page_size
         for promotion in promotions:
+            self._touch(promotion.device_page)
             source, target = promotion.logical_page * size, promotion.device_page * size
             self.device[target : target + size] = self.host[source : source + size]
 
@@ -202,6 +233,9 @@ class GpuModel:
                     raise Violation(
                         "I2", f"slot {item.slot} writes position {position} of page {page}, which has no device page"
                     )
+                if page > self.mapped_logical:
+                    raise Violation("I10", f"index-K of page {page} is written, memory ends at {self.mapped_logical}")
+                self._touch(device_page)
                 self.device[device_page * size + position % size] = item.tokens[position]
 
     def _check_owners(self) -> None:
@@ -221,6 +255,7 @@ class GpuModel:
                 page = item.pages[position // size]
                 device_page = self.table[page]
                 if device_page:
+                    self._touch(device_page)
                     kind, value = "resident", self.device[device_page * size + position % size]
                 elif item.is_prefill:
                     raise Violation("R19", f"slot {item.slot} is being prefilled and its page {page} is host-only")
@@ -267,6 +302,7 @@ class GpuModel:
             tags[logical_id] = free if free < len(lease) * size else tags.popitem(last=False)[1]
         hot = tags[logical_id]
         row = lease[hot // size] * size + hot % size
+        self._touch(row // size)
         if not hit:
             self.device[row] = self.host[logical_id]
         return ("hot" if hit else "host"), self.device[row]

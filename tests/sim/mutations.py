@@ -110,7 +110,7 @@ class CopyAheadOfForward(GpuModel):
     """The copy stream does not wait for the last launched forward."""
 
     def enqueue(self, transfer: PageTransfer) -> None:
-        self.copy_stream.append((0, transfer))
+        self.copy_stream.append((0, 0, transfer))
 
 
 # -- sealing and the tail ----------------------------------------------------------------------------------------------

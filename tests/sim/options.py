@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from sglang_hisparse.residency import Mirroring, ResidencyLimits, ResidencyMode, ResidencyPolicy
+from sglang_hisparse.residency import BorderStep, Mirroring, ResidencyLimits, ResidencyMode, ResidencyPolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,9 @@ class Options:
     copy_share: float  # of them, the share that goes to the copy stream
 
     @classmethod
-    def draw(cls, rng: random.Random) -> Options:
+    def draw(cls, rng: random.Random, border_rng: random.Random) -> Options:
+        """`border_rng`: its own, so that schedules without a moving border are what they were without it."""
+
         def sometimes(high: float, chance: float = 0.5) -> float:
             return rng.random() * high if rng.random() < chance else 0.0
 
@@ -54,18 +56,21 @@ class Options:
         hot = rng.randint(1, 2)
         page_size = rng.randint(2, 4)
         scratch = rng.randint(device // 2, 3 * device) if rng.random() < 0.5 else 0
-        longest = max(device - hot, scratch)
+        least = border_rng.randint(6, device) if border_rng.random() < 0.6 else device
+        longest = max(least - hot, scratch)
         p_late, p_unsent = sometimes(0.7), sometimes(0.7)
         low = rng.choice((0.0, 0.1, 0.3, 0.5))
+        logical = max(longest, int(device * rng.uniform(1.0, 3.0)))
         return cls(
             limits=ResidencyLimits(
-                num_logical_pages=max(longest, int(device * rng.uniform(1.0, 3.0))),
+                num_logical_pages=logical,
                 num_device_pages=device,
                 num_slots=rng.randint(3, 5),
                 max_pages_per_slot=longest + 1,
                 hot_pages=hot,
                 page_size=page_size,
                 tail_pages=rng.choice((1, 2, 2)),
+                border=_border(border_rng, device, least, logical),
             ),
             policy=ResidencyPolicy(
                 mode=ResidencyMode.ALWAYS_HOST if rng.random() < 0.15 else ResidencyMode.HYBRID,
@@ -104,3 +109,15 @@ class Options:
             gpu_ops=rng.choice((2, 6, 20)),
             copy_share=rng.choice((0.1, 0.4, 0.7)),
         )
+
+
+def _border(rng: random.Random, device: int, least: int, logical: int) -> tuple[BorderStep, ...]:
+    """From all device pages to the least, and from some logical pages to all; nothing moves where the two are equal."""
+    first = rng.randint(min(6, logical), logical)
+    if least == device or first == logical:
+        return ()
+    num_steps = rng.randint(1, device - least)
+    falls = sorted(rng.randint(least, device) for _ in range(num_steps - 1))[::-1]
+    rises = sorted(rng.randint(first, logical) for _ in range(num_steps - 1))
+    steps = zip((device, *falls, least), (first, *rises, logical), strict=True)
+    return tuple(BorderStep(*step) for step in steps)

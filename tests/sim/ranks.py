@@ -8,17 +8,39 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from sglang_hisparse.residency import DevicePages, ResidencyCoordinator, SpillPolicy
+from sglang_hisparse.residency import Border, DevicePages, Progress, ResidencyCoordinator, SpillPolicy
 from sglang_hisparse.residency.misses import MissMeter, MissRounds
-from sglang_hisparse.residency.types import PageTransfer
+from sglang_hisparse.residency.types import BorderStep, PageTransfer
 from sim.gpu_model import GpuModel, Violation
 from sim.options import Options
+
+
+class SimMover:
+    """Chunks of one simulated rank: a move takes some calls, and is seen by later forwards at once."""
+
+    def __init__(self, gpu: GpuModel, steps: Sequence[BorderStep], num_calls: int) -> None:
+        self.gpu, self.steps, self.num_calls = gpu, steps, num_calls
+        self.num_begun = self.step = self.calls_left = 0
+
+    def begin(self, old: int, new: int) -> None:
+        self.num_begun, self.step, self.calls_left = self.num_begun + 1, new, self.num_calls
+
+    def progress(self) -> Progress:
+        if self.gpu.vacated < self.num_begun:
+            return Progress.BEGUN
+        return Progress.VACATED if self.calls_left else Progress.MOVED
+
+    def advance(self) -> None:
+        """The last call makes the memory logical pages'; before it, the device pages have lost theirs."""
+        self.calls_left -= 1
+        step = self.steps[self.step]
+        self.gpu.move_border(step.device_pages, self.gpu.mapped_logical if self.calls_left else step.logical_pages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +51,8 @@ class Parts:
     coordinator: type[ResidencyCoordinator] = ResidencyCoordinator
     policy: type[SpillPolicy] = SpillPolicy
     gpu: type[GpuModel] = GpuModel
+    border: type[Border] = Border
+    mover: type[SimMover] = SimMover
 
 
 @dataclass(slots=True)
@@ -38,6 +62,8 @@ class Rank:
     gpu: GpuModel
     coordinator: Any = None
     policy: Any = None
+    border: Any = None
+    mover: Any = None
     unsent: deque[PageTransfer] = field(default_factory=deque)
     late: list[int] = field(default_factory=list)
     completions: list[tuple[int, int]] = field(default_factory=list)  # (due step, transfer id)
@@ -60,6 +86,7 @@ class Ranks:
         self.noise = np.random.default_rng(seed)
         self.round_steps = int(self.noise.integers(1, 4))
         self.counted_steps = self.miss_rounds = 0
+        self._least = int(Progress.BEGUN)
         self.members = [self._make_rank(parts) for _ in range(options.num_ranks)]
         self.first = self.members[0]
 
@@ -76,6 +103,9 @@ class Ranks:
         book = rank.coordinator.book
         meter = MissMeter(book, lambda: (self.counted_steps, rank.fetched.copy()), self.round_steps)
         rank.misses = MissRounds(book, meter, lambda measured: self.share(rank, measured))
+        limits = self.options.limits
+        rank.mover = parts.mover(rank.gpu, limits.steps, 1 + self.seed % 3)
+        rank.border = parts.border(rank.coordinator, rank.policy.make_room, rank.mover, self._agree)
         return rank
 
     # -- misses -----------------------------------------------------------------------------------------------------
@@ -96,6 +126,13 @@ class Ranks:
                 rank.misses.end_round(True)
             self.miss_rounds += bool(self.first.coordinator.book.misses.any())
 
+    def _agree(self, value: int) -> int:
+        return self._least
+
+    def observe_border(self) -> None:
+        """As a collective would: every rank tells how far its move has come before any goes on."""
+        self._least = min(int(rank.mover.progress()) for rank in self.members)
+
     def each(self, call: Callable[[Rank], Any]) -> Any:
         """The answer of all ranks."""
         answer = call(self.first)
@@ -103,6 +140,16 @@ class Ranks:
             if (other := call(rank)) != answer:
                 raise Violation("R30", f"ranks decide differently: {answer} and {other}")
         return answer
+
+    def take_plan(self) -> None:
+        """The plan of every rank is executed; they differ in nothing but in what they wait for."""
+        plans = []
+        for rank in self.members:
+            plan = rank.coordinator.take_plan()
+            rank.gpu.apply(plan)
+            plans.append((plan.step, plan.promotions, plan.table, plan.leases, plan.relocations, plan.vacates))
+        if any(plan != plans[0] for plan in plans[1:]):
+            raise Violation("R30", f"ranks plan differently: {plans}")
 
     # -- enqueued ---------------------------------------------------------------------------------------------------
 
@@ -210,7 +257,7 @@ class Ranks:
         if pages is None:
             raise Violation("I7", f"{count} logical pages were free and cannot be had")
         for rank in self.members:
-            writes = {transfer.logical_page for _, transfer in rank.gpu.copy_stream}
+            writes = {transfer.logical_page for *_, transfer in rank.gpu.copy_stream}
             writes.update(transfer.logical_page for transfer in rank.unsent)
             for page in pages:
                 if page in writes and rank.coordinator.is_landing_target(page):

@@ -48,6 +48,7 @@ class SideStream:
             return False
         size, plan = gpu.page_size, extend.plan
         for page, device_page in zip(plan.resident_pages.tolist(), plan.device_pages.tolist(), strict=True):
+            gpu._touch(device_page)
             self.put(extend, layer, page, gpu.device[device_page * size : (device_page + 1) * size])
         return True
 

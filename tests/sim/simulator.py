@@ -32,14 +32,14 @@ class Simulation:
     def __init__(self, seed: int, parts: Parts = Parts()) -> None:  # noqa: B008 (frozen)
         self.seed = seed
         self.rng = random.Random(seed)
-        self.options = self.draw_options(self.rng)
+        self.options = self.draw_options(self.rng, random.Random(-1 - seed))
         self.page_size = self.options.limits.page_size
         self.ranks = self.ranks_class(self.options, parts, self.rng, seed)
         self.tree = RadixModel(self.page_size)
         self.free_slots = list(range(self.options.limits.num_slots - 1, 0, -1))
         limits, options = self.options.limits, self.options
         self.rule = PrefillRule(
-            num_device_pages=limits.num_device_pages,
+            num_device_pages=limits.least_device_pages,
             hot_pages=limits.hot_pages,
             smallest_pages=limits.smallest_pages,
             scratch_pages=options.scratch_pages,
@@ -47,6 +47,7 @@ class Simulation:
             short_extend_tokens=options.short_extend_tokens,
         )
         self.batch_pages, self.batch_streams = 0, False  # of the batch that is being put together
+        self.rested = False  # no forward since the border was looked at
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.chunked: Request | None = None
@@ -122,6 +123,7 @@ class Simulation:
         self.now += 1
         self.ranks.deliver_enqueued()
         self.ranks.deliver_completed(self.now)
+        self._tick_border()
         batch = self._next_batch()
         if batch is None and self.rng.random() < 0.3:
             self._before_forward([])  # an IDLE forward: the plan is applied, nothing is written
@@ -177,16 +179,18 @@ class Simulation:
         prefix = [node.page for node in path]
         start = len(prefix) * size
         final, prompt = -(-request.target_len // size), -(-request.prompt_len // size)
-        limits, book = self.options.limits, ranks.first.coordinator.book
+        book = ranks.first.coordinator.book
         on_host = [page for page in prefix if book.is_host_only(page)]
         prefill = self.rule.decide(
             prompt, final, extend_tokens=request.prompt_len - start, prefix_pages=len(prefix), host_pages=len(on_host)
         )
-        if self.options.ledger and book.committed_pages() + prefill.pages > limits.num_device_pages:
+        if self.options.ledger and book.committed_pages() + prefill.pages > ranks.first.coordinator.device_pages.num_usable:
             return None
         request.chunk_pages = prefill.chunk_pages
         end = self._chunk_end(request, start)
         num_new = -(-end // size) - len(prefix)
+        if ranks.each(lambda rank: rank.border.defers(num_new)):
+            return None
         if not self._fits_scratch(-(-end // size), prefill.is_streamed):
             return None
         RadixModel.lock(path, +1)
@@ -251,6 +255,7 @@ class Simulation:
         """Logical shortage evicts the tree, device shortage spills (R15)."""
         ranks = self.ranks
         book = ranks.first.coordinator.book
+        ranks.each(lambda rank: rank.border.want(num_new))
         if num_new > book.num_free:
             ranks.free(self.tree.evict(num_new - book.num_free))
             if num_new > book.num_free:
@@ -309,16 +314,25 @@ class Simulation:
 
     def _before_forward(self, slots: list[int]) -> None:
         """Tick, take the plan, execute it; the same on every rank, save for what it waits for."""
-        plans = []
+        self.rested = False
         self.ranks.count_misses()
         for rank in self.ranks.members:
             rank.policy.tick()
-            plan = rank.coordinator.take_plan()
+            rank.border.look()
+        self.ranks.take_plan()
+        for rank in self.ranks.members:
             rank.coordinator.check_step(slots)
-            rank.gpu.apply(plan)
-            plans.append((plan.step, plan.promotions, plan.table, plan.leases))
-        if any(plan != plans[0] for plan in plans[1:]):
-            raise Violation("R30", f"ranks plan differently: {plans}")
+
+    def _tick_border(self) -> None:
+        """Before a batch is chosen. After an iteration without a forward no other may come: then moves begin here."""
+        self.ranks.observe_border()
+        self.ranks.each(lambda rank: (rank.border.follow(), rank.border.ended))
+        if self.rested:
+            before = self.ranks.first.border.begun
+            self.ranks.each(lambda rank: (rank.border.look(), rank.border.begun))
+            if self.ranks.first.border.begun != before:
+                self.ranks.take_plan()
+        self.rested = True
 
     # -- results ----------------------------------------------------------------------------------------------------
 
@@ -393,13 +407,14 @@ class Simulation:
                 f"request {self.chunked.uid} is between chunks at {self.chunked.seq_len} of {self.chunked.prompt_len}"
             )
         for rank in self.ranks.members:
-            coordinator, limits = rank.coordinator, self.options.limits
+            coordinator, book = rank.coordinator, rank.coordinator.book
+            usable = coordinator.device_pages.num_usable
             device, logical = coordinator.device_pages.num_free, coordinator.book.num_free
             facts = {
                 "copies are under way": coordinator.has_transfers,
                 f"leases {coordinator.hot_lease}": coordinator.hot_lease,
-                f"{device} of {limits.num_device_pages} device pages are free": device != limits.num_device_pages,
-                f"{logical} of {limits.num_logical_pages} logical pages are free": logical != limits.num_logical_pages,
+                f"{device} of {usable} device pages are free": device != usable,
+                f"{logical} of {book.num_usable} logical pages are free": logical != book.num_usable,
                 f"{coordinator.num_dirty} pages wait for a host copy": coordinator.num_dirty,
             }
             reasons += [reason for reason, is_so in facts.items() if is_so]

@@ -42,6 +42,8 @@ def run_many(first: int, count: int) -> Counter[str]:
         options, rank = simulation.options, simulation.ranks.first
         totals.update(asdict(rank.coordinator.counters))
         totals.update({f"read {kind}": number for kind, number in rank.gpu.num_reads.items()})
+        border = rank.border
+        totals.update({"border moves": border.ended > 0, "border at its end": border.ended > 0 and border.is_at_end})
         totals.update({"stale": simulation.ranks.stale, "forwards": simulation.num_launches})
         totals.update({"ordered by misses": simulation.ranks.miss_rounds})
         totals.update({"several ranks": options.num_ranks > 1, "ledger": options.ledger})
@@ -56,7 +58,8 @@ def test_fixed_schedules() -> None:
     for event in (
         "pages_mirrored", "pages_spilled", "pages_promoted", "leases_acquired", "pages_rehomed",
         "stale_acknowledgements", "refusals", "read resident", "read hot", "read host", "read streamed", "stale",
-        "several ranks", "no overlap", "no radix", "ledger", "ordered by misses",
+        "several ranks", "no overlap", "no radix", "ledger", "ordered by misses", "pages_relocated",
+        "border moves", "border at its end",
     ):  # fmt: skip
         assert totals[event] >= 50, (event, totals[event])
     assert totals["leases_acquired"] == totals["leases_released"]

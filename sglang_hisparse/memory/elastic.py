@@ -1,0 +1,207 @@
+"""The memory behind a pool whose border between KV and index-K moves: ranges, chunks, and when they are moved.
+
+`ElasticMemory` owns the address ranges of one pool and moves chunks from the top of every layer's KV behind index-K; it is the
+`Mover` of residency/border.py, which decides. `ElasticBorder` is what the runtime, the prefill budget and the allocator see of
+both. Neither waits for the device. Where the driver refuses a call the border stays for good: the device pages of that move are
+lost, and nothing else happens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sglang_hisparse.elastic_layout import ElasticShape
+from sglang_hisparse.errors import HiSparseError
+from sglang_hisparse.memory.virtual_memory import Driver, HostTwin, Range, VirtualMemory
+from sglang_hisparse.residency import Border, Progress
+
+if TYPE_CHECKING:
+    from sglang_hisparse.runtime import HiSparseRuntime
+
+logger = logging.getLogger(__name__)
+
+CALLS_PER_TICK = 64
+"""Chunks unmapped or mapped in one iteration of the scheduler; on an H200 either takes 30 to 60 us."""
+
+
+def memory_of(device: Any) -> VirtualMemory:
+    """The driver of this GPU, or its twin for a CPU pool."""
+    device = torch.device(device)
+    if device.type == "cpu":
+        return HostTwin()
+    torch.zeros(1, device=device)  # makes the device's context current in this thread
+    return Driver(torch.cuda.current_device() if device.index is None else device.index)
+
+
+class ElasticMemory:
+    """Ranges of every layer's KV and every leader's index-K. All of KV and index-K of as many pages have memory at start."""
+
+    def __init__(self, memory: VirtualMemory, shape: ElasticShape) -> None:
+        self.shape, self.steps = shape, shape.steps(memory.chunk_bytes)
+        self._memory, size = memory, memory.chunk_bytes
+        self._kv_places = -(-(shape.device_pages + 1) * shape.page_bytes // size)
+        places = -(-(shape.logical_pages + 1) * shape.index_page_bytes // size)
+        self._index_at_start = min(-(-(shape.device_pages + 1) * shape.index_page_bytes // size), places)
+        num_moves = len(self.steps) - 1
+        self._kv: list[Range] = []
+        self._index: list[Range] = []
+        try:
+            for _ in range(shape.num_layers):
+                self._kv.append(Range(memory, self._kv_places, max(1, self._kv_places - num_moves)))
+                for place in range(self._kv[-1].num_fixed, self._kv_places):
+                    self._kv[-1].put(place, memory.create(size))
+            for _ in range(shape.num_leaders):
+                self._index.append(Range(memory, places, self._index_at_start))
+        except HiSparseError:
+            self.close()
+            raise
+        self._tensors = [held.tensor() for held in self._index]
+        for tensor in [*(held.tensor() for held in self._kv), *(t[: self._index_at_start * size] for t in self._tensors)]:
+            tensor.zero_()
+        self._takes: deque[tuple[int, int]] = deque()  # (layer, place) of the move under way
+        self._puts: deque[tuple[int, int]] = deque()  # (leader, place)
+        self._spare: list[int] = []  # handles that are mapped nowhere
+        self._has_failed = False
+        self.has_vacated: Callable[[], bool] = lambda: True
+        self.chunks_moved = 0
+
+    # -- what the pool is made of -----------------------------------------------------------------------------------
+
+    def kv(self) -> list[torch.Tensor]:
+        """uint8 of each layer's device pages, pad page first; addresses never change."""
+        return [held.tensor()[: (self.shape.device_pages + 1) * self.shape.page_bytes] for held in self._kv]
+
+    def index(self) -> list[torch.Tensor]:
+        """uint8 of each leader's logical pages, pad page first; only the first of them have memory."""
+        return [tensor[: (self.shape.logical_pages + 1) * self.shape.index_page_bytes] for tensor in self._tensors]
+
+    # -- moves (residency.border.Mover) -----------------------------------------------------------------------------
+
+    def begin(self, old: int, new: int) -> None:
+        shape = self.shape
+        self._takes.extend(
+            (layer, self._kv_places - 1 - step) for step in range(old, new) for layer in range(shape.num_layers)
+        )
+        first, last = (self._index_places(step) for step in (old, new))
+        self._puts.extend((leader, place) for place in range(first, last) for leader in range(shape.num_leaders))
+
+    def _index_places(self, step: int) -> int:
+        """Places of each leader's range that hold memory at that step."""
+        grown = self._index_at_start + step * self.shape.num_layers // self.shape.num_leaders
+        return min(grown, self._index[0].num_places)
+
+    def progress(self) -> Progress:
+        if not self.has_vacated():
+            return Progress.BEGUN
+        return Progress.VACATED if self._takes or self._puts or self._has_failed else Progress.MOVED
+
+    def advance(self) -> None:
+        """On the forward stream, since what is mapped is zeroed there."""
+        if self._has_failed:
+            return
+        try:
+            for _ in range(CALLS_PER_TICK):
+                if not self._move_one():
+                    return
+        except HiSparseError as error:
+            self._has_failed = True
+            logger.error("HiSparse: the border between KV and index-K stays where it is from now on: %s", error)
+
+    def _move_one(self) -> bool:
+        """Unmap one chunk, or map one. False: the move is over."""
+        if self._puts and self._spare:
+            leader, place = self._puts[0]
+            held, size = self._index[leader], self._memory.chunk_bytes
+            held.put(place, self._spare[-1])
+            self._spare.pop()
+            self._puts.popleft()
+            self._tensors[leader][place * size : (place + 1) * size].zero_()
+            self.chunks_moved += 1
+            return True
+        if self._takes:
+            layer, place = self._takes[0]
+            self._spare.append(self._kv[layer].take(place))
+            self._takes.popleft()
+            return True
+        return False
+
+    def close(self) -> None:
+        """Give everything back; no tensor of the pool may be used any more."""
+        for held in (*self._kv, *self._index):
+            held.close()
+        for handle in getattr(self, "_spare", ()):
+            self._memory.release(handle)
+        self._kv, self._index, self._tensors = [], [], []
+        if isinstance(self._memory, HostTwin):
+            self._memory.close()
+
+
+class ElasticBorder:
+    """The border of one server: None of it exists where `elastic_border` is off."""
+
+    def __init__(self, runtime: HiSparseRuntime, memory: ElasticMemory) -> None:
+        self._runtime, self.memory = runtime, memory
+        memory.has_vacated = runtime.worker.has_vacated
+        self.border = Border(runtime.residency, runtime.make_room_as_promised, memory)
+        self._has_deferred = False
+        self._is_resting = False  # no forward since the last tick
+
+    def bind_agreement(self, agree: Callable[[int], int]) -> None:
+        """Several ranks schedule together: the least of a number over them."""
+        self.border._agree = agree
+
+    def want(self, num_pages: int) -> None:
+        """Somebody is about to take so many logical pages."""
+        self.border.want(num_pages)
+
+    def defers(self, num_pages: int) -> bool:
+        """See Border.defers."""
+        deferred = self.border.defers(num_pages)
+        self._has_deferred |= deferred
+        return deferred
+
+    def take_news(self) -> bool:
+        """Whether a request has been put off for the border since this was last asked: it asks again."""
+        had, self._has_deferred = self._has_deferred, False
+        return had
+
+    def tick(self) -> None:
+        """Before each batch is chosen, on all ranks alike, also while the server idles: go on with a move."""
+        was_resting, self._is_resting = self._is_resting, True
+        if not (was_resting or self.border.is_moving):
+            return
+        stream = self._runtime.worker.forward_stream
+        with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
+            self.border.follow()
+            if was_resting:
+                self._look_while_idle()
+
+    def _look_while_idle(self) -> None:
+        """No forward may come for long, and a request may wait for the border: the plan that vacates pages is executed here."""
+        runtime, before = self._runtime, self.border.begun
+        # What the audit still has to write or read of pages comes before their memory leaves.
+        runtime.audit.before_plan()
+        self.border.look()
+        if self.border.begun != before:
+            plan = runtime.residency.take_plan()
+            runtime.worker.apply(plan)
+            runtime.audit.after_plan(plan)
+
+    def before_plan(self) -> None:
+        """A forward comes, on whose stream this is called: begin a move with its plan."""
+        self._is_resting = False
+        self.border.look()
+
+    def counters(self) -> dict[str, int]:
+        """Counts since start."""
+        return {
+            "border_steps": self.border.ended,
+            "border_steps_left": len(self.border.steps) - 1 - self.border.ended,
+            "border_chunks_moved": self.memory.chunks_moved,
+        }

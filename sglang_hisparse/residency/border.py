@@ -1,0 +1,193 @@
+"""The border between KV and index-K: when it moves, and which device pages give up their memory for which logical ones.
+
+Owned by the runtime beside the policy. It follows a move before each batch is chosen, and looks for the next one just before a
+plan is taken. It decides; the chunks themselves are moved by a `Mover`. A move, in one direction only, from more device pages to more logical ones:
+
+    BEGIN      device pages above the new border are withheld: spilling makes room below, what must stay resident is copied
+               there by the next plan, with page table and leases
+    VACATED    the forward stream has passed that plan, on every rank: nothing launched touches those pages any more, copies to
+               the host included, for the plan has waited for them
+    MOVED      their chunks are unmapped from every layer and mapped behind index-K, on every rank
+    END        only now may the logical pages that this backs be handed out
+
+At each of these moments the system is a valid one with fewer device pages or more logical ones, so what admission has promised
+holds all the time (I7): a move begins only if the live requests' worst case fits what remains. Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Protocol
+
+import numpy as np
+
+from sglang_hisparse.residency.coordinator import ResidencyCoordinator
+from sglang_hisparse.residency.types import BorderStep
+
+MAX_STEPS_AT_ONCE = 4
+"""Steps of one move: a bigger one would spill more at once than the next forwards can bear."""
+
+REST_LOOKS = 16
+"""Looks without another try after room could not be made, which only failing copies cause."""
+
+MAX_DEFERRALS = 64
+"""Times in a row that a request is asked to wait for a move, before cached prefixes are given up for it after all."""
+
+
+class Progress(IntEnum):
+    """How far a move has come on one rank; what counts is the least of all ranks."""
+
+    BEGUN = 0
+    VACATED = 1
+    MOVED = 2
+
+
+class Mover(Protocol):
+    """Moves the chunks of one rank."""
+
+    def begin(self, old: int, new: int) -> None:
+        """The border is to go from step `old` to step `new`; the next plan vacates the pages between them."""
+
+    def progress(self) -> Progress:
+        """Of that move, as this rank observes it."""
+
+    def advance(self) -> None:
+        """Every rank has VACATED them: move some chunks, as many on every rank."""
+
+
+class Border:
+    """Moves for one coordinator.
+
+    make_room(n): make n device pages free, False when they cannot be had. agree: the least of a number over the ranks that
+    schedule together (R30).
+    """
+
+    def __init__(
+        self,
+        coordinator: ResidencyCoordinator,
+        make_room: Callable[[int], bool],
+        mover: Mover,
+        agree: Callable[[int], int] = lambda value: value,
+    ) -> None:
+        self.coordinator, self._make_room = coordinator, make_room
+        self.steps = self.coordinator.limits.steps
+        self.begun = self.ended = 0  # steps; they differ while a move is under way
+        self._mover, self._agree = mover, agree
+        self._wanted = 0  # logical pages that somebody would have use for, since the last look
+        self._deferrals = 0
+        self._rest = 0
+
+    # -- questions --------------------------------------------------------------------------------------------------
+
+    @property
+    def is_moving(self) -> bool:
+        return self.begun != self.ended
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether every logical page has its index-K, or is about to."""
+        return self.begun == len(self.steps) - 1
+
+    def _can_begin(self) -> bool:
+        return not (self.is_at_end or self.is_moving or self._rest) and self._fits(self.begun + 1)
+
+    def _fits(self, step: int) -> bool:
+        """Whether what the live requests may need at worst fits the device pages of `step` (I7)."""
+        return self.coordinator.book.committed_pages() <= self.steps[step].device_pages
+
+    # -- wishes -----------------------------------------------------------------------------------------------------
+
+    def want(self, num_pages: int) -> None:
+        """Somebody would use `num_pages` free logical pages."""
+        book = self.coordinator.book
+        self._wanted = max(self._wanted, book.num_usable - book.num_free + num_pages)
+
+    def defers(self, num_pages: int) -> bool:
+        """Whether a request that needs `num_pages` free logical pages should wait for the border, rather than let cached
+        prefixes be evicted for it. Counts its answers, and changes nothing else but the wish."""
+        if num_pages <= self.coordinator.book.num_free:
+            return False
+        self.want(num_pages)
+        if self._deferrals >= MAX_DEFERRALS or not (self.is_moving or self._can_begin()):
+            return False
+        self._deferrals += 1
+        return True
+
+    # -- moves ------------------------------------------------------------------------------------------------------
+
+    def follow(self) -> None:
+        """Before each batch is chosen: the ranks agree on how far the move under way has come, and go on together."""
+        if not self.is_moving:
+            return
+        agreed = self._agree(int(self._mover.progress()))
+        if agreed == Progress.VACATED:
+            self._mover.advance()
+        elif agreed == Progress.MOVED:
+            self.ended = self.begun
+            self.coordinator.book.extend_to(self.steps[self.ended].logical_pages)
+            self._deferrals = 0
+
+    def look(self) -> None:
+        """Just before `take_plan`: begin a move if somebody wants more logical pages, or if few are left, since a move takes a
+        few forwards."""
+        self._rest = max(0, self._rest - 1)
+        if self.is_moving:
+            return
+        wanted, self._wanted = self._wanted, 0
+        if self.is_at_end or self._rest:
+            return
+        now, book = self.steps[self.begun].logical_pages, self.coordinator.book
+        reserve = self.steps[self.begun + 1].logical_pages - now
+        wanted = max(wanted, book.num_usable - book.num_free + reserve)
+        # Asked last: it looks at every request slot, and most looks end here.
+        if wanted > now and self._fits(self.begun + 1):
+            self._begin(self._target(wanted))
+
+    def _target(self, wanted: int) -> int:
+        """The nearest step with so many logical pages that the live requests leave room for."""
+        last = min(len(self.steps) - 1, self.begun + MAX_STEPS_AT_ONCE)
+        target = self.begun + 1
+        while target < last and self.steps[target].logical_pages < wanted and self._fits(target + 1):
+            target += 1
+        return target
+
+    def _begin(self, target: int) -> None:
+        coordinator, limit = self.coordinator, self.steps[target].device_pages
+        if not coordinator.can_withhold(limit):
+            return
+        if not self._make_room(coordinator.device_pages.num_usable - limit):
+            self._rest = REST_LOOKS
+            return
+        if not coordinator.can_withhold(limit):  # making room has planned copies that are not acknowledged yet
+            return
+        coordinator.withhold(limit)
+        self._mover.begin(self.begun, target)
+        self.begun = target
+
+
+def border_steps(
+    *,
+    device_pages: int,
+    logical_pages: int,
+    page_bytes: int,
+    index_page_bytes: int,
+    num_layers: int,
+    num_leaders: int,
+    chunk_bytes: int,
+) -> tuple[BorderStep, ...]:
+    """Places of the border for such pools, from `device_pages` device pages to `logical_pages` logical ones.
+
+    At first index-K of as many logical pages as device pages has memory, in whole chunks a leader layer. With each step every
+    layer gives up the topmost chunk of its KV; every leader gets one more chunk whenever there are enough for all of them, and
+    what is left over is kept for the next step. Pad pages count in; a page has memory when all its bytes have.
+    """
+    kv_chunks = -(-(device_pages + 1) * page_bytes // chunk_bytes)
+    index_chunks = -(-(device_pages + 1) * index_page_bytes // chunk_bytes)
+    kv = np.arange(kv_chunks, 0, -1)
+    index = index_chunks + np.arange(kv.size) * num_layers // num_leaders
+    device = np.minimum(kv * chunk_bytes // page_bytes - 1, device_pages)
+    logical = np.minimum(index * chunk_bytes // index_page_bytes - 1, logical_pages)
+    needed = int(np.argmax(logical >= logical_pages)) if (logical >= logical_pages).any() else kv.size - 1
+    device, logical = device[: needed + 1], logical[: needed + 1]
+    return tuple(BorderStep(int(d), int(n)) for d, n in zip(device, logical, strict=True))

@@ -1,0 +1,328 @@
+"""Goal: a pool whose border moves holds every row and every index key, and never hands out what has no memory.
+
+Method: real pools, allocator, radix tree and runtime; on the CPU the twin's virtual memory makes any touch of a place without
+memory a segmentation fault, on a GPU it is an illegal address.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from runtime_world import PAGE, Client, Sizes, World, make_world
+
+from sglang_hisparse.elastic_layout import ElasticShape
+from sglang_hisparse.errors import ConfigError, HiSparseError
+from sglang_hisparse.memory import elastic
+from sglang_hisparse.memory.elastic import ElasticMemory
+from sglang_hisparse.memory.virtual_memory import HostTwin
+from sglang_hisparse.residency import Owner, Progress
+from sglang_hisparse.residency.invariants import check
+
+# Chunks are larger on a GPU. The border of these stands at (400, 495), (397, 991), (368, 1200).
+GPU_SIZES = Sizes(device_pages=400, ratio=3.0, context_pages=600)
+
+SHAPE = ElasticShape(
+    device_pages=19, logical_pages=59, page_bytes=30 * 1024, index_page_bytes=10 * 1024, num_layers=6, num_leaders=4
+)
+CHUNK = 100 * 1024
+
+
+@pytest.fixture
+def moving() -> Iterator[ElasticMemory]:
+    """Memory of SHAPE: the border stands at (19, 19), (15, 29), (12, 49), (9, 59)."""
+    memory = ElasticMemory(HostTwin(CHUNK), SHAPE)
+    yield memory
+    memory.close()
+
+
+def run(memory: ElasticMemory, old: int, new: int) -> None:
+    memory.begin(old, new)
+    while memory.progress() != Progress.MOVED:
+        memory.advance()
+
+
+def test_every_step_backs_what_it_says(moving: ElasticMemory) -> None:
+    """Goal: pages below the border have memory, on both sides, and keep their bytes. Method: fill all of them at each step."""
+    for number, step in enumerate(moving.steps):
+        for layer, rows in enumerate(moving.kv()):
+            rows[: (step.device_pages + 1) * SHAPE.page_bytes].fill_(layer + 1)
+        for leader, keys in enumerate(moving.index()):
+            keys[: (step.logical_pages + 1) * SHAPE.index_page_bytes].fill_(leader + 101)
+        if number + 1 < len(moving.steps):
+            run(moving, number, number + 1)
+        for layer, rows in enumerate(moving.kv()):
+            after = moving.steps[min(number + 1, len(moving.steps) - 1)].device_pages
+            assert (rows[: (after + 1) * SHAPE.page_bytes] == layer + 1).all()
+        for leader, keys in enumerate(moving.index()):
+            assert (keys[: (step.logical_pages + 1) * SHAPE.index_page_bytes] == leader + 101).all()
+    assert moving.steps[-1].logical_pages == 59
+
+
+def test_new_index_keys_are_zero(moving: ElasticMemory) -> None:
+    """Goal: old KV is never read as index-K. Method: KV full of ones; the keys behind the border after each step."""
+    for rows in moving.kv():
+        rows.fill_(255)
+    for number, (before, after) in enumerate(zip(moving.steps, moving.steps[1:], strict=False)):
+        run(moving, number, number + 1)
+        begin, end = ((step.logical_pages + 1) * SHAPE.index_page_bytes for step in (before, after))
+        assert all(not keys[begin:end].any() for keys in moving.index())
+
+
+def test_no_memory_appears_or_gets_lost(moving: ElasticMemory) -> None:
+    """Goal: physical memory is what it was at start, at every step. Method: count handles and mapped places."""
+    twin, at_start = moving._memory, moving._memory.num_handles
+    mapped = sum(held.num_mapped for held in (*moving._kv, *moving._index))
+    for number in range(len(moving.steps) - 1):
+        run(moving, number, number + 1)
+        assert twin.num_handles == at_start
+        assert sum(held.num_mapped for held in (*moving._kv, *moving._index)) + len(moving._spare) == mapped
+    assert len(moving._spare) == 3 * 6 - 4 * 4 == 2
+
+
+def test_several_steps_in_bounded_calls(moving: ElasticMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: one iteration moves few chunks. Method: five driver calls a tick; count them; nothing is MOVED before the last."""
+    monkeypatch.setattr(elastic, "CALLS_PER_TICK", 5)
+    twin = moving._memory
+    moving.begin(0, 2)
+    seen = []
+    while moving.progress() == Progress.VACATED:
+        before = twin.num_maps + twin.num_unmaps
+        moving.advance()
+        seen.append(twin.num_maps + twin.num_unmaps - before)
+    assert seen == [5] * 4 + [4] and sum(seen) == 2 * 6 + 3 * 4
+
+
+def test_a_move_waits_for_the_stream(moving: ElasticMemory) -> None:
+    """Goal: BEGUN until the forward stream has passed the plan. Method: an answer of no, then yes."""
+    moving.has_vacated = lambda: False
+    moving.begin(0, 1)
+    assert moving.progress() == Progress.BEGUN
+    moving.has_vacated = lambda: True
+    assert moving.progress() == Progress.VACATED
+
+
+def test_a_refusal_stops_the_border_for_good(moving: ElasticMemory, caplog: pytest.LogCaptureFixture) -> None:
+    """Goal: a driver that refuses costs one move and is said once. Method: refuse to map; no handle is lost."""
+    twin, handles = moving._memory, moving._memory.num_handles
+
+    def refuse(*arguments: int) -> None:
+        raise HiSparseError("no more")
+
+    original, twin.map = twin.map, refuse
+    moving.begin(0, 1)
+    for _ in range(3):
+        moving.advance()
+    twin.map = original
+    moving.advance()
+    assert moving.progress() == Progress.VACATED and twin.num_handles == handles
+    assert [record.message for record in caplog.records if "stays where it is" in record.message] == [
+        "HiSparse: the border between KV and index-K stays where it is from now on: no more"
+    ]
+
+
+def test_a_pool_that_cannot_reach_its_end_is_refused() -> None:
+    """Goal: logical pages that could never have memory are no capacity. Method: more of them than all KV could back."""
+    wide = ElasticShape(19, 1000, 30 * 1024, 10 * 1024, 6, 4)
+    with pytest.raises(ConfigError, match=r"holds index-K of \d+ pages, not of 1000"):
+        ElasticMemory(HostTwin(CHUNK), wide)
+
+
+def test_refused_memory_is_given_back() -> None:
+    """Goal: a failed start leaves nothing. Method: the twin runs out after some ranges."""
+    twin, made = HostTwin(CHUNK), []
+    create = twin.create
+
+    def limited(num_bytes: int) -> int:
+        if len(made) == 9:
+            raise HiSparseError("out of memory")
+        made.append(num_bytes)
+        return create(num_bytes)
+
+    twin.create = limited  # type: ignore[method-assign]
+    with pytest.raises(HiSparseError, match="out of memory"):
+        ElasticMemory(twin, SHAPE)
+    assert twin.num_handles == 0
+
+
+# -- a world -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
+    """24 device pages at start, 96 logical pages at the end; on a GPU larger, for its chunks are."""
+    sizes = Sizes() if request.param == "cpu" else GPU_SIZES
+    with make_world(sizes, device=request.param, elastic_border=True) as world:
+        yield world
+        if request.param == "cuda":
+            torch.cuda.synchronize()
+
+
+def border(world: World) -> elastic.ElasticBorder:
+    assert world.runtime.border is not None
+    return world.runtime.border
+
+
+def mark_keys(world: World, client: Client) -> None:
+    """Index-K of the request's pages, as the indexer would write it: each page full of its own number."""
+    pages = torch.tensor(world.pages(client), device=world.device)
+    for keys in world.pool.index_k_with_scale_buffer:
+        if len(keys):
+            keys[pages] = (pages % 251).to(torch.uint8)[:, None]
+
+
+def wrong_keys(world: World, client: Client) -> int:
+    pages = torch.tensor(world.pages(client), device=world.device)
+    wanted = (pages % 251).to(torch.uint8)[:, None]
+    return sum(int((keys[pages] != wanted).any()) for keys in world.pool.index_k_with_scale_buffer if len(keys))
+
+
+def settle(world: World) -> None:
+    """Moves under way end, as they do while a server idles."""
+    for _ in range(200):
+        world.settle()
+        if world.device == "cuda":
+            torch.cuda.synchronize()
+        world.runtime.tick()
+        if not border(world).border.is_moving:
+            return
+    raise AssertionError("the border does not come to rest")
+
+
+def test_the_pools_at_start(world: World) -> None:
+    """Goal: a server begins with plain SGLang's tokens. Method: sizes of both pools, and what SGLang is told."""
+    steps = world.pool.border
+    assert steps[0].device_pages == world.sizes.device_pages == world.num_free_device
+    assert world.num_free_logical == steps[0].logical_pages >= world.sizes.device_pages
+    assert world.allocator.size == int(world.sizes.device_pages * world.sizes.ratio) * PAGE
+    assert world.allocator.available_size() + world.allocator.unbacked_tokens == world.allocator.size
+    assert world.tree.protected_size() == world.allocator.unbacked_tokens > 0
+    assert world.allocator.max_request_tokens() == (steps[-1].device_pages - 2) * PAGE
+    assert not any(keys[:1].any() for keys in world.pool.index_k_with_scale_buffer if len(keys))
+
+
+def test_lives_across_the_whole_way(world: World) -> None:
+    """Goal: nothing is lost while the border goes from one end to the other. Method: prompts come and stay in the cache until
+    all logical pages are in use, one request decodes all the time; rows and index keys are compared after each step."""
+    size = (world.pool.border[-1].device_pages // 4) * PAGE
+    lasting = world.start(size, seed=1, max_new_tokens=4000)
+    mark_keys(world, lasting)
+    seen = set()
+    for seed in range(2, 40):
+        other = world.start(size, seed=seed)
+        mark_keys(world, other)
+        assert world.wrong_rows(other) == 0 and wrong_keys(world, other) == 0
+        world.finish(other)
+        for _ in range(3):
+            world.decode(lasting)
+        world.settle()
+        seen.add(border(world).border.ended)
+        mark_keys(world, lasting)
+        assert world.wrong_rows(lasting) == 0 and wrong_keys(world, lasting) == 0
+        check(world.residency)
+        if border(world).border.is_at_end:
+            break
+    settle(world)
+    assert border(world).border.is_at_end and len(seen) > 1
+    assert world.book.num_usable == world.pool.num_logical_pages
+    assert world.allocator.device_pages.num_usable == world.pool.border[-1].device_pages
+    assert world.allocator.unbacked_tokens == 0 == border(world).counters()["border_steps_left"]
+    assert world.wrong_rows(lasting) == 0
+
+
+def test_growth_comes_before_eviction(world: World) -> None:
+    """Goal: a cached prefix is not given up while memory can move. Method: admission is asked for a request that only fits
+    behind the border; it is put off until the move has ended, and the cache is as it was."""
+    free = world.num_free_logical
+    cached = world.start((free // 2) * PAGE, seed=1)
+    world.finish(cached)
+    before = world.tree.evictable_size()
+    wanted = (world.pool.border[-1].device_pages - 3) * PAGE
+    asked = 0
+    for asked in range(100):
+        adder = world.allocator.create_prefill_budget(world.tree)
+        fits, _ = adder.check_prefill(
+            extend_input_len=wanted, total_tokens=wanted + 2 * PAGE, max_new_tokens=PAGE, input_tokens=wanted,
+            swa_host_hit_length=0, chunk_limit=None,
+        )  # fmt: skip
+        if fits:
+            break
+        assert world.runtime.admission_may_have_room()
+        world.settle()
+        world.runtime.tick()
+    assert asked and world.num_free_logical * PAGE >= wanted and world.tree.evictable_size() == before
+
+
+def test_a_captured_address_reads_the_new_memory(world: World) -> None:
+    """Goal: tensors that a captured graph has seen stay good across a move. Method: take addresses and views before it."""
+    views = [keys for keys in world.pool.index_k_with_scale_buffer if len(keys)]
+    addresses = [keys.data_ptr() for keys in views] + world.pool.device_bases().tolist()
+    before = world.book.num_usable
+    border(world).want(before + 1)
+    settle(world)
+    page = world.book.num_usable
+    assert page > before
+    for keys in views:
+        keys[page].fill_(7)
+    again = [keys for keys in world.pool.index_k_with_scale_buffer if len(keys)]
+    assert all((keys[page] == 7).all() for keys in again)
+    assert addresses == [keys.data_ptr() for keys in again] + world.pool.device_bases().tolist()
+
+
+def test_relocated_rows_and_leases(world: World) -> None:
+    """Goal: an open tail and a hot buffer on top of the pool move below. Method: fill the pool, free what lies below, move."""
+    low = world.client(world.prompt((world.sizes.device_pages - 8) * PAGE, seed=1))
+    world.extend(low)
+    high = world.client(world.prompt(4 * PAGE + 5, seed=2), max_new_tokens=200)
+    world.extend(high)
+    world.publish(high)
+    assert world.residency.acquire_lease(high.slot)
+    world.runtime.before_forward()
+    tops = world.book.device_page[world.pages(high)].tolist() + world.residency.hot_lease[high.slot]
+    world.finish(low, checkpoint=False)
+    steps = world.pool.border
+    target = next(i for i, step in enumerate(steps) if step.device_pages < min(tops)) if min(tops) > steps[-1].device_pages else len(steps) - 1
+    while border(world).border.ended < target:
+        border(world).want(world.num_free_logical + 1)
+        world.runtime.tick()
+        world.runtime.tick()
+        if not border(world).border.is_moving and border(world).border.is_at_end:
+            break
+        world.decode(high)
+    limit = world.allocator.device_pages.num_usable
+    now = world.book.device_page[world.pages(high)].tolist() + world.residency.hot_lease[high.slot]
+    assert max(tops) > limit >= max(now)
+    assert world.residency.counters.pages_relocated > 0
+    hot = world.runtime.hot.hot_pages[high.slot].cpu().tolist()
+    assert hot == world.residency.hot_lease[high.slot]
+    assert world.wrong_rows(high) == 0 and world.allocator.device_pages.count(Owner.WITHHELD) > 0
+    assert np.array_equal(world.allocator.page_table.cpu().numpy()[world.pages(high)], world.book.device_page[world.pages(high)])
+
+
+def test_a_flush_in_the_middle_of_a_move(world: World) -> None:
+    """Goal: flushing and moving do not disturb each other. Method: begin a move, flush, end it, fill the cache again."""
+    client = world.start(4 * PAGE, seed=1)
+    border(world).want(world.num_free_logical + 1)
+    world.runtime.tick()
+    assert not border(world).border.is_moving, "a forward may come, and brings its plan"
+    world.runtime.tick()
+    assert border(world).border.is_moving
+    world.finish(client)
+    world.tree.reset()
+    world.allocator.clear()
+    settle(world)
+    assert world.num_free_logical == world.book.num_usable > world.pool.border[0].logical_pages
+    check(world.residency)
+    again = world.start(6 * PAGE, seed=2)
+    assert world.wrong_rows(again) == 0
+
+
+def test_off_is_what_it_was() -> None:
+    """Goal: without the key nothing of this exists. Method: a world of the defaults."""
+    with make_world() as world:
+        assert world.pool.elastic is None and world.runtime.border is None and world.pool.border == ()
+        assert world.allocator.unbacked_tokens == 0
+        assert world.allocator.max_request_tokens() == (world.sizes.device_pages - 2) * PAGE
+        assert not world.runtime.defers_to_border(10_000)

@@ -1,0 +1,136 @@
+"""Goal: a scheduler whose border moves serves what it accepts, loses no row, and gives up no cached prefix without need.
+
+Method: SGLang's scheduler on the CPU, whose pools lie on the twin's virtual memory; rows are judged by the model as they are read,
+host copies run as late as they may.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sglang")
+
+from harness.checks import assert_outputs, assert_prefix_of_reference, assert_residency_sound
+from harness.engine import Engine
+from harness.hisparse import PAGE, engine_for, finish, submit
+from harness.scenarios import random_life
+
+from sglang_hisparse.memory import elastic
+from sglang_hisparse.memory.virtual_memory import HostTwin
+
+LOOPS = pytest.mark.parametrize("overlap", [False, True], ids=["plain-loop", "overlap-loop"])
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of 16 KiB: rows of the harness's model are small too. The plan of a server is made for chunks of 2 MiB, so here it
+    is that of a fixed border, whose ratio is the pool's."""
+    monkeypatch.setattr(elastic, "memory_of", lambda device: HostTwin(1 << 14))
+    from sglang_hisparse import capacity
+    from sglang_hisparse.memory import pool
+
+    monkeypatch.setattr(pool, "memory_of", lambda device: HostTwin(1 << 14))
+    monkeypatch.setattr(capacity, "elastic_plan", lambda plan, cap: plan)
+
+
+def elastic_engine(**changes: Any) -> Any:
+    config = {"elastic_border": True, **changes.pop("config", {})}
+    # A row of this model is no larger than an index key: few leaders make the border worth moving, as in a real one.
+    return engine_for(config=config, num_layers=8, index_topk_freq=8, **changes)
+
+
+def border(engine: Engine) -> Any:
+    return engine.coordinator.border.border
+
+
+@LOOPS
+@pytest.mark.parametrize("mode", ["hybrid", "always_host"])
+def test_from_one_end_to_the_other(mode: str, overlap: bool) -> None:
+    """Goal: every request is right while memory moves under it. Method: waves of prompts until all logical pages are backed."""
+    with elastic_engine(mode=mode, overlap=overlap, device_pages=40, ratio=3, hot_pages=2) as engine:
+        steps, handles, places = border(engine).steps, [], set()
+        assert len(steps) > 4 and steps[0].device_pages == 40
+        for wave in range(14):
+            handles += submit(engine, [400, 460, 330], 60, seed=wave)
+            for _ in range(40):
+                engine.step()
+                places.add(border(engine).ended)
+                assert_residency_sound(engine)
+        engine.run_until_idle()
+        assert_outputs(handles)
+        assert border(engine).is_at_end and len(places) > 3, (border(engine).begun, len(steps))
+        assert engine.coordinator.residency.counters.pages_spilled > 0
+        finish(engine)
+
+
+@LOOPS
+def test_the_cache_outlives_the_device_tokens_of_the_start(overlap: bool) -> None:
+    """Goal: memory moves before prefixes are evicted. Method: more distinct prompts than logical pages have memory at start, one
+    after the other; then each again, which must be found in the cache."""
+    with elastic_engine(overlap=overlap, device_pages=32, ratio=3, hot_pages=2) as engine:
+        first = border(engine).steps[0].logical_pages
+        count = (2 * first) // 8
+        assert count * 8 <= engine.coordinator.residency.limits.num_logical_pages
+        for seed in range(count):
+            submit(engine, [7 * PAGE + 5], 4, seed=seed)
+            engine.run_until_idle()
+        again = [submit(engine, [7 * PAGE + 5], 4, seed=seed)[0] for seed in range(count)]
+        engine.run_until_idle()
+        assert_outputs(again)
+        assert [handle.cached_tokens for handle in again] == [7 * PAGE] * count
+        assert border(engine).ended > 0
+        finish(engine)
+
+
+@LOOPS
+@pytest.mark.parametrize("scratch", [0, None], ids=["resident", "streamed"])
+def test_requests_around_every_capacity(scratch: int | None, overlap: bool) -> None:
+    """Goal: I8, what validation accepts runs alone, wherever the border stands. Method: lengths around the least device pages,
+    before and after the border has gone to its end."""
+    config = {} if scratch is None else {"prefill_scratch_tokens": scratch}
+    with elastic_engine(overlap=overlap, device_pages=24, ratio=3, hot_pages=2, config=config) as engine:
+        longest = engine.scheduler.max_req_input_len
+        least = border(engine).steps[-1].device_pages * PAGE
+        assert (longest <= least) == (scratch == 0)
+        for turn in range(2):
+            handles = []
+            for length in (longest - PAGE, longest - 2, longest - 1, longest, longest + 1):
+                handle = submit(engine, [length], 6, seed=length + turn)[0]
+                engine.run_until_idle(max_steps=400)
+                assert handle.finish_reason == ("length" if length < longest else "abort"), length
+                handles.append(handle)
+            assert_prefix_of_reference([handle for handle in handles if handle.finish_reason == "length"])
+            for seed in range(30):
+                submit(engine, [5 * PAGE], 4, seed=100 + seed)
+                engine.run_until_idle(max_steps=400)
+            assert border(engine).is_at_end
+        finish(engine)
+
+
+@LOOPS
+@pytest.mark.parametrize("seed", range(6))
+def test_random_lives(seed: int, overlap: bool) -> None:
+    """Goal: aborts, retractions, pauses and flushes while memory moves. Method: seeded lives of fifty to a hundred events."""
+    with elastic_engine(overlap=overlap, device_pages=30, ratio=2 + seed % 3, hot_pages=2, link_seed=seed) as engine:
+        random_life(engine, seed=seed, num_events=70)
+        assert border(engine).ended > 0
+        engine.coordinator.settle()
+        engine.run_until_idle()
+
+
+def test_the_count_of_tokens_stays_whole() -> None:
+    """Goal: SGLang's own leak check holds with logical pages that have no memory yet. Method: it runs after every step of this
+    harness; here the parts are added up."""
+    with elastic_engine(device_pages=32, ratio=3, hot_pages=2) as engine:
+        for seed in range(6):
+            submit(engine, [7 * PAGE + 5], 30, seed=seed)
+            engine.step(10)
+            allocator = engine.allocator
+            book = engine.coordinator.residency.book
+            assert allocator.unbacked_tokens == allocator.size - book.num_usable * PAGE
+        engine.run_until_idle()
+        parts = (engine.allocator.available_size(), engine.tree.evictable_size(), engine.tree.protected_size())
+        assert sum(parts) == engine.allocator.size
+        finish(engine)
