@@ -249,7 +249,7 @@ def roomy(rng: random.Random, border_rng: random.Random) -> Options:
     policy = replace(
         drawn.policy, mode=ResidencyMode.HYBRID, watermark_low=0.0, watermark_high=0.0, promote_pages_per_step=1
     )
-    limits = replace(drawn.limits, num_slots=5, hot_pages=1)
+    limits = replace(drawn.limits, num_slots=5, hot_pages=1, border=())
     return replace(
         drawn, num_ranks=2, num_steps=40, num_requests=12, max_running=4, limits=limits, policy=policy,
         p_arrive=0.5, p_twin=0.8, p_abort=0.0,
