@@ -10,17 +10,22 @@ server, so that no prefix is cached. Rows are written as they come.
 results in serving_h200.json. --equal bytes: KV rows and index keys together take the same GPU memory in every system;
 results in serving_equal_memory_h200.json, where pool_tokens is the pool of plain SGLang.
 
+ours_elastic is ours with elastic_border: it begins with the device tokens of plain SGLang, and has as many logical tokens as
+ours; only with --equal bytes. --output and --stream-interval: with 256 tokens prefill takes most of the time of a long prompt;
+longer outputs show decode; one event a token makes the HTTP stream the bottleneck of small models.
+
 Columns: output tok/s, tok/s of decode alone (after a wave's last first token), TTFT and ITL. `ratios` in the file compares
 ours with the better of the others, point by point.
 """
 
 import argparse
+import itertools
 import pathlib
 import shlex
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from serving.client import Reply, Timing, random_prompts, send, summarise
@@ -34,7 +39,9 @@ SYSTEMS = {
     "plain": ServerSpec("bench-plain"),
     "builtin": ServerSpec("bench-builtin", hisparse=True, radix=False),
     "ours": ServerSpec("bench-ours", hisparse=True, plugin=True),
+    "ours_elastic": ServerSpec("bench-elastic", hisparse=True, plugin=True, config={"elastic_border": True}),
 }
+DEFAULT_SYSTEMS = ["plain", "builtin", "ours"]
 FILES = {"tokens": "serving_h200.json", "bytes": "serving_equal_memory_h200.json"}
 START_SECONDS, POINT_SECONDS = 90.0, 15.0
 
@@ -94,7 +101,8 @@ def pool_of(args: argparse.Namespace, system: str, context: int) -> Pool:
     tokens = pool_tokens(args, context)
     if not SYSTEMS[system].hisparse:
         return plain_pool(tokens, args.layers, args.kv_dtype)
-    return hisparse_pool(tokens, args.ratio, args.layers, args.kv_dtype, args.equal)
+    pool = hisparse_pool(tokens, args.ratio, args.layers, args.kv_dtype, args.equal)
+    return replace(pool, device_tokens=tokens) if SYSTEMS[system].config.get("elastic_border") else pool
 
 
 def points(args: argparse.Namespace) -> dict[int, list[int]]:
@@ -116,9 +124,9 @@ def members_of(args: argparse.Namespace, contexts: Sequence[int]) -> dict[str, M
     """The servers of some contexts, by "system@context"."""
     return {
         f"{system}@{context}": member(
-            SYSTEMS[system],
-            pool_of(args, system, context),
-            ratio=args.ratio,
+            replace(SYSTEMS[system], extra_args=("--stream-interval", str(args.stream_interval))),
+            pool := pool_of(args, system, context),
+            ratio=pool.logical_tokens / pool.device_tokens if "elastic" in system else args.ratio,
             max_running=64,
             kv_dtype=args.kv_dtype,
             name=f"{SYSTEMS[system].name}-{context}",
@@ -167,6 +175,7 @@ def ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     for point in dict.fromkeys(tuple(row[key] for key in keys) for row in rows):
         speed = {row["system"]: row["output_tok_s"] for row in rows if tuple(row[key] for key in keys) == point}
         ours = speed.pop("ours", None)
+        speed.pop("ours_elastic", None)
         if ours is None or not speed:
             continue
         better = max(speed, key=lambda system: speed[system])
@@ -189,18 +198,18 @@ def measure_group(run: Run, servers: dict[str, Server], grid: dict[int, list[int
             server.flush()
             run.counters[f"{system}@{context}"] = settled_counters(server)
         for concurrency in grid[context]:
-            for system, server in here.items():
+            for output, (system, server) in itertools.product(args.output, here.items()):
                 if server is not None:
-                    measure_point(run, system, server, context, concurrency)
+                    waves = args.waves if concurrency == 1 else 1
+                    measure_point(run, system, server, Load(concurrency, waves, context, output))
 
 
-def measure_point(run: Run, system: str, server: Server, context: int, concurrency: int) -> None:
+def measure_point(run: Run, system: str, server: Server, load: Load) -> None:
     """One row, or a line that says why there is none."""
-    args, key = run.args, f"{system}@{context}"
+    args, key, concurrency = run.args, f"{system}@{load.context}", load.concurrency
     if run.left_s() < POINT_SECONDS:
         run.miss(f"[{key}] {concurrency} at once left out: {run.left_s():.0f} s are left")
         return
-    load = Load(concurrency, args.waves if concurrency == 1 else 1, context, args.output)
     timeout_s = min(args.request_timeout, run.left_s())
     try:
         timing, after = measure(server, load, args.seed, timeout_s)
@@ -210,8 +219,8 @@ def measure_point(run: Run, system: str, server: Server, context: int, concurren
     counts = growth(run.counters[key], after)
     run.counters[key] = after
     run.write(result_row(args, system, load, timing, counts))
-    print(f"[{key}] {concurrency} at once: {timing.output_tok_s:.1f} output tok/s, {timing.decode_tok_s:.1f} decode tok/s, "
-          f"TTFT {timing.ttft_s:.2f} s, ITL {timing.itl_ms:.2f} ms, {counts}", flush=True)  # fmt: skip
+    print(f"[{key}] {concurrency} at once, {load.output} out: {timing.output_tok_s:.1f} output tok/s, "
+          f"{timing.decode_tok_s:.1f} decode tok/s, TTFT {timing.ttft_s:.2f} s, ITL {timing.itl_ms:.2f} ms, {counts}", flush=True)  # fmt: skip
     server.flush()
 
 
@@ -236,12 +245,14 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--base", type=pathlib.Path,
                         help="result file whose rows are carried over; default: the committed one of the same name")  # fmt: skip
-    parser.add_argument("--systems", type=lambda text: text.split(","), default=list(SYSTEMS), help="comma-separated")
+    parser.add_argument("--systems", type=lambda text: text.split(","), default=DEFAULT_SYSTEMS,
+                        help=f"comma-separated; known: {', '.join(SYSTEMS)}")  # fmt: skip
     parser.add_argument("--context", type=numbers, default=[16_000], help="tokens of a prompt, comma-separated")
     parser.add_argument("--concurrency", type=numbers, default=[1, 4, 16, 48])
     parser.add_argument("--points", type=lambda text: [_point(one) for one in text.split(",")],
                         help="these points only, instead of the whole grid: CONTEXTxCONCURRENCY, comma-separated")  # fmt: skip
-    parser.add_argument("--output", type=int, default=256, help="tokens to generate")
+    parser.add_argument("--output", type=numbers, default=[256], help="tokens to generate, comma-separated")
+    parser.add_argument("--stream-interval", type=int, default=1, help="tokens of an event, for every system")
     parser.add_argument("--waves", type=int, default=4, help="how often a single stream is repeated")
     parser.add_argument("--equal", choices=list(FILES), default="tokens", help="what is equal between the systems")
     parser.add_argument("--ratio", type=int, default=6, help="logical tokens per device token of the HiSparse systems")
@@ -262,6 +273,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     unknown = [system for system in args.systems if system not in SYSTEMS]
     if unknown:
         parser.error(f"unknown systems {unknown}; known: {', '.join(SYSTEMS)}")
+    if args.equal != "bytes" and "ours_elastic" in args.systems:
+        parser.error("ours_elastic: --equal tokens says nothing about a border that moves; allowed: --equal bytes")
     if not args.commit:
         parser.error("--commit is needed outside a repository")
     return args

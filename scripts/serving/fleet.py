@@ -66,7 +66,7 @@ class Member:
 
 
 def member(
-    spec: ServerSpec, pool: Pool, *, ratio: int | None, max_running: int, kv_dtype: str, name: str, **config: Any
+    spec: ServerSpec, pool: Pool, *, ratio: float | None, max_running: int, kv_dtype: str, name: str, **config: Any
 ) -> Member:
     """`spec` under another name, with a pool and, where it has HiSparse, that ratio and further config keys."""
     if spec.hisparse:

@@ -74,7 +74,7 @@ class Limits:
 
 def command_line(spec: ServerSpec, paths: Paths, limits: Limits, port: int) -> list[str]:
     """The argument vector of the server."""
-    sizes = [str(size) for size in (1, 2, 4, 8, 16, 32, 64) if size <= limits.max_running]
+    sizes = [str(size) for size in (1, 2, 4, 8, 12, 16, 24, 32, 48, 64) if size <= limits.max_running]
     command = [
         sys.executable, "-m", "sglang.launch_server", "--host", "127.0.0.1", "--port", str(port),
         "--model-path", str(paths.model.resolve()), "--log-level", "warning",
