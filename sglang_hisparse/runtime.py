@@ -140,7 +140,7 @@ class HiSparseRuntime:
 
     def _build_extends(self) -> Extends:
         """How prefills are made resident or streamed, and the scratch for it."""
-        rule = prefill_rule(self.residency.limits)
+        rule = prefill_rule(self.residency.limits, self.pool.row_bytes)
         if not rule.scratch_pages:
             return Extends(self.residency, self.make_room, rule, None)
         stream = self.pool.prefix_stream = PrefixStream(

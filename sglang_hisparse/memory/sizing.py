@@ -31,6 +31,7 @@ from sglang.srt.runtime_context import get_memory, get_parallel, get_schedule
 
 from sglang_hisparse import settings
 from sglang_hisparse.capacity import (
+    HIDDEN_BYTES,
     PrefillRule,
     decide_plan,
     host_share_bytes,
@@ -95,8 +96,8 @@ def planned_scratch_tokens() -> int:
     return resolved.prefill_scratch_tokens or 0
 
 
-def prefill_rule(limits: ResidencyLimits) -> PrefillRule:
-    """How this server prefills: its chunks, its scratch, its short extends."""
+def prefill_rule(limits: ResidencyLimits, row_bytes: int) -> PrefillRule:
+    """How this server prefills: its chunks, its scratch, its short extends. row_bytes: of one token and layer."""
     schedule, page = get_schedule(), limits.page_size
     chunk_pages = -(-max(schedule.chunked_prefill_size or 0, 0) // page)
     scratch_pages = min(planned_scratch_tokens() // page, limits.num_logical_pages)
@@ -115,6 +116,7 @@ def prefill_rule(limits: ResidencyLimits) -> PrefillRule:
         short_extend_tokens=settings.resolved().stream_extend_tokens,
         union_tokens=settings.resolved().union_extend_tokens,
         top_k=settings.resolved().top_k,
+        hidden_rows=HIDDEN_BYTES // row_bytes,
     )
 
 

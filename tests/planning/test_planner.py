@@ -291,10 +291,14 @@ def test_what_cannot_work_is_refused(deployment: dict, choices: dict, message: s
 
 
 def test_where_a_union_is_fetched() -> None:
-    """Goal: a union where it is expected to be small, never beyond the key or when switched off. Method: known borders."""
+    """Goal: a union where less is waited for, never beyond the key or when switched off. Method: known borders."""
     rule = capacity.PrefillRule(1000, 64, 67, union_tokens=128, top_k=2048)
     assert rule.fetches_union(1, 2458) and not rule.fetches_union(1, 2457)
     assert rule.fetches_union(128, 200_000) and not rule.fetches_union(129, 200_000)
-    assert rule.fetches_union(40, 18_000) and not rule.fetches_union(60, 18_000)
-    assert not rule.fetches_union(0, 200_000)
+    # 15,000 of 18,000 rows are expected at 86.9 tokens.
+    assert rule.fetches_union(86, 18_000) and not rule.fetches_union(87, 18_000)
+    assert not rule.fetches_union(0, 200_000) and not rule.fetches_union(1, 2048) and not rule.fetches_union(5, 64)
+    # 64 tokens select 19,042 of 74,000 rows (extend_h200.json): with the 50,000 rows behind which they wait, 72,850.
+    hides = replace(rule, hidden_rows=50_000)
+    assert hides.fetches_union(64, 74_000) and not hides.fetches_union(70, 74_000) and not hides.fetches_union(1, 52_457)
     assert not capacity.PrefillRule(1000, 64, 67, top_k=2048).fetches_union(1, 200_000)

@@ -21,11 +21,18 @@ from harness.engine import Engine, Handle
 from harness.fake_model import WrongRowError
 from harness.hisparse import PAGE, engine_for, finish, submit
 
+from sglang_hisparse.memory import sizing
 from sglang_hisparse.transfer.prefix_stream import PrefixStream
 
 LOOPS = pytest.mark.parametrize("overlap", [False, True], ids=["plain-loop", "overlap-loop"])
 DEVICE_PAGES = 32
 THREE_POOLS = 3 * DEVICE_PAGES * PAGE
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefixes here are short: unions are chosen as if none of their pages arrived behind a layer."""
+    monkeypatch.setattr(sizing, "HIDDEN_BYTES", 0)
 
 
 def streaming_engine(*, scratch: int = 8192, config: dict[str, Any] | None = None, **changes: Any) -> Any:
@@ -143,7 +150,8 @@ def test_a_short_extend_promotes_nothing_and_spills_nobody(overlap: bool, prompt
     """Goal: a turn over a prefix on the host leaves the device to the others. Method: a history leaves the device, two
     requests fill it, the history's next turn arrives: no page comes back for it, none of theirs leaves; a turn with many
     new tokens brings the history back. With 35 new tokens all rows come, with 8 the selected ones."""
-    with streaming_engine(overlap=overlap, config={"promote_mib_per_step": 0, "stream_extend_tokens": 128}) as engine:
+    config = {"promote_mib_per_step": 0, "stream_extend_tokens": 128, "union_extend_tokens": 20}
+    with streaming_engine(overlap=overlap, config=config) as engine:
         history = submit(engine, [prompt], 20)[0]
         engine.run_until_idle()
         others = submit(engine, [700, 700], 60, seed=5)
