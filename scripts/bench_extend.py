@@ -14,7 +14,7 @@ python3 scripts/bench_extend.py --json extend.json
 from __future__ import annotations
 
 import argparse
-import json
+import shlex
 import statistics
 import sys
 from collections.abc import Callable
@@ -26,6 +26,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+
+from serving.results import current_commit, versions, write_json
 
 from sglang_hisparse.kernels.page_copy import Direction, copy_pages, fetch_union
 
@@ -180,6 +182,7 @@ def crossovers(rows: list[Row]) -> dict[tuple[int, int], int]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--commit", default=current_commit(), help="default: HEAD of this repository")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("no GPU is visible to torch")
@@ -194,7 +197,9 @@ def main() -> int:
     for (row_bytes, prefix), tokens in crossovers(rows).items():
         print(f"rows of {row_bytes} B, prefix of {prefix}: a union is faster up to {tokens} new tokens")
     if arguments.json:
-        arguments.json.write_text(json.dumps({"rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+        head = {"commit": arguments.commit, "versions": versions(str(Path(torch.__file__).parents[1]))}
+        head["command"] = shlex.join(["python3", "scripts/bench_extend.py", *sys.argv[1:]])
+        write_json(arguments.json, head | {"rows": [asdict(row) for row in rows]})
     return int(not all(row.correct for row in rows))
 
 

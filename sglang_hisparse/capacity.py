@@ -26,12 +26,15 @@ _NEW_SHARE = 0.15
 """Share of its top-k in which a token differs from the token before it."""
 
 _ROWS_PER_PAGE_ROW = 1.2
-"""Rows copied in whole pages in the time of one row that is fetched by itself, at most: 1.2 with rows of 656 bytes, 1.03 with
+"""Rows copied in whole pages in the time of one row that is fetched by itself, at most: 1.2 with rows of 656 bytes, 1.05 with
 1,152 (scripts/results/extend_h200.json)."""
 
 HIDDEN_BYTES = 100_000_000
 """Host pages of a layer that arrive while the layer before is computed: 2 ms at 50 GB/s. Short eager prefills took 4 to 9 ms a
 layer (scripts/results/streaming_h200.json), on a small model and beside other servers; the weights of one of V3.2's layers 0.35."""
+
+SCORE_BYTES = 1.1
+"""Bytes that arrive while the indexer scores one row for one new token: 64 heads of 128 at 750 TFLOP/s (an estimate), 50 GB/s."""
 
 
 def host_share_bytes(available_bytes: int, reserve_bytes: int, ranks: int) -> int:
@@ -96,14 +99,19 @@ class PrefillRule:
     short_extend_tokens: int = 0
     union_tokens: int = 0  #: most new tokens of a forward that fetches only the rows it selects; 0: none does
     top_k: int = 0
-    hidden_rows: int = 0  #: rows of a layer's host pages that arrive while the layer before is computed
+    row_bytes: int = 0  #: of one token and layer; 0: whole pages are waited for as unions are
 
     def fetches_union(self, new_tokens: int, host_rows: int) -> bool:
         """Whether a streamed forward of `new_tokens` fetches the rows that they select instead of all `host_rows`. Of whole pages
         only what does not arrive behind the layer before is waited for, a union always: it must be faster than that rest."""
         return 0 < new_tokens <= self.union_tokens and (
-            self.hidden_rows + _ROWS_PER_PAGE_ROW * self.expected_union(new_tokens, host_rows) <= host_rows
+            self.hidden_rows(new_tokens, host_rows) + _ROWS_PER_PAGE_ROW * self.expected_union(new_tokens, host_rows)
+            <= host_rows
         )
+
+    def hidden_rows(self, new_tokens: int, host_rows: int) -> float:
+        """Rows in whole pages that arrive while a layer is computed, its indexer's scores of them among that."""
+        return (HIDDEN_BYTES + SCORE_BYTES * new_tokens * host_rows) / self.row_bytes if self.row_bytes else 0.0
 
     def expected_union(self, new_tokens: int, host_rows: int) -> float:
         """Rows out of `host_rows` that `new_tokens` select between them, each replacing a share of the last one's at random."""

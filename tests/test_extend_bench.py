@@ -1,6 +1,7 @@
 """Tests of scripts/bench_extend.py, on the CPU library: what it times is right, and its border is the right one."""
 
 import itertools
+import json
 import pathlib
 import sys
 
@@ -10,6 +11,10 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "scripts"))
 
 import bench_extend
 from bench_extend import Row
+
+from sglang_hisparse.capacity import PrefillRule
+
+RESULTS = pathlib.Path(bench_extend.__file__).parent / "results"
 
 
 def test_neighbours_share_most_of_their_top_k() -> None:
@@ -44,3 +49,31 @@ def test_the_border() -> None:
     rows = [Row(656, 700, count, 1, 10.0, took, correct=True) for count, took in points]
     assert bench_extend.crossovers(rows) == {(656, 700): 4}
     assert bench_extend.crossovers(rows[2:]) == {(656, 700): 0}
+
+
+def committed() -> list[Row]:
+    """The measured points."""
+    document = json.loads((RESULTS / "extend_h200.json").read_text(encoding="utf-8"))
+    assert {"commit", "versions", "command"} < document.keys()
+    return [Row(**row) for row in document["rows"]]
+
+
+def test_the_committed_points_are_all_there_and_right() -> None:
+    """Goal: no point is left out or wrong. Method: the grid of the script against the committed file."""
+    points = [(row.row_bytes, row.prefix, row.new_tokens) for row in committed()]
+    assert points == list(itertools.product(bench_extend.ROW_BYTES, bench_extend.PREFIXES, bench_extend.TOKENS))
+    assert all(row.correct for row in committed())
+
+
+def test_the_rule_is_as_good_as_the_measured_border() -> None:
+    """Goal: constants of the rule, and README's table, are those of the measurement. Method: every border, expected rows."""
+    borders, text = bench_extend.crossovers(committed()), (RESULTS / "README.md").read_text(encoding="utf-8")
+    rule = PrefillRule(1000, 64, 67, union_tokens=1 << 20, top_k=bench_extend.TOP_K)
+    for prefix in bench_extend.PREFIXES:
+        ruled = max(tokens for tokens in range(1, 4096) if rule.fetches_union(tokens, prefix))
+        measured = [borders[row_bytes, prefix] for row_bytes in bench_extend.ROW_BYTES]
+        assert f"| {prefix:,} | {measured[0]:,} | {measured[1]:,} | {ruled:,} |" in text
+        # The next point of the grid is the first at which the union was slower.
+        assert all(border / 2 < ruled < 2 * border for border in measured)
+    for row in committed():
+        assert 0.99 < row.union_rows / rule.expected_union(row.new_tokens, row.prefix) < 1.01

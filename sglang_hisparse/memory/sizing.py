@@ -31,7 +31,6 @@ from sglang.srt.runtime_context import get_memory, get_parallel, get_schedule
 
 from sglang_hisparse import settings
 from sglang_hisparse.capacity import (
-    HIDDEN_BYTES,
     PrefillRule,
     decide_plan,
     host_share_bytes,
@@ -116,7 +115,7 @@ def prefill_rule(limits: ResidencyLimits, row_bytes: int) -> PrefillRule:
         short_extend_tokens=settings.resolved().stream_extend_tokens,
         union_tokens=settings.resolved().union_extend_tokens,
         top_k=settings.resolved().top_k,
-        hidden_rows=HIDDEN_BYTES // row_bytes,
+        row_bytes=row_bytes,
     )
 
 

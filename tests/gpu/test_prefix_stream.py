@@ -12,7 +12,7 @@ import pytest
 import torch
 from runtime_world import PAGE, Client, Sizes, World, make_world
 
-from sglang_hisparse.memory import sizing
+from sglang_hisparse.capacity import PrefillRule
 
 CHUNK = 4 * PAGE
 SLEEP_CYCLES = 3_000_000  # some two milliseconds: far longer than any copy here
@@ -22,7 +22,7 @@ SLEEP_CYCLES = 3_000_000  # some two milliseconds: far longer than any copy here
 def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     """24 device pages, six layers, prefills in chunks of four pages, of which up to 90 pages can be streamed; unions are chosen
     as if no page arrived behind a layer."""
-    monkeypatch.setattr(sizing, "HIDDEN_BYTES", 0)
+    monkeypatch.setattr(PrefillRule, "hidden_rows", lambda *_: 0)
     sizes = Sizes(device_pages=24, ratio=4.0, layers=6, context_pages=90)
     config: dict[str, Any] = {"prefill_scratch_tokens": 90 * PAGE, "stream_extend_tokens": CHUNK}
     with make_world(sizes, device=request.param, chunk=CHUNK, **config) as world:

@@ -298,7 +298,10 @@ def test_where_a_union_is_fetched() -> None:
     # 15,000 of 18,000 rows are expected at 86.9 tokens.
     assert rule.fetches_union(86, 18_000) and not rule.fetches_union(87, 18_000)
     assert not rule.fetches_union(0, 200_000) and not rule.fetches_union(1, 2048) and not rule.fetches_union(5, 64)
-    # 64 tokens select 19,042 of 74,000 rows (extend_h200.json): with the 50,000 rows behind which they wait, 72,850.
-    hides = replace(rule, hidden_rows=50_000)
-    assert hides.fetches_union(64, 74_000) and not hides.fetches_union(70, 74_000) and not hides.fetches_union(1, 52_457)
+    # 64 tokens select 20,499 of 200,000 rows. 86,806 rows of 1,152 bytes hide behind a layer, 152,439 of 656, and the more the
+    # more tokens score them: 191 and 335 rows a token. 86,806 + 191 * 128 + 1.2 * 37,483 = 156,233.
+    bf16, fp8 = (replace(rule, row_bytes=row_bytes) for row_bytes in (1152, 656))
+    assert bf16.hidden_rows(128, 200_000) == pytest.approx(86_806 + 191 * 128, rel=1e-3)
+    assert bf16.fetches_union(128, 200_000) and bf16.fetches_union(1, 90_000) and not bf16.fetches_union(1, 89_000)
+    assert fp8.fetches_union(64, 200_000) and not fp8.fetches_union(70, 200_000) and not fp8.fetches_union(1, 154_000)
     assert not capacity.PrefillRule(1000, 64, 67, top_k=2048).fetches_union(1, 200_000)

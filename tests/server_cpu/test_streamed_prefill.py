@@ -21,7 +21,7 @@ from harness.engine import Engine, Handle
 from harness.fake_model import WrongRowError
 from harness.hisparse import PAGE, engine_for, finish, submit
 
-from sglang_hisparse.memory import sizing
+from sglang_hisparse.capacity import PrefillRule
 from sglang_hisparse.transfer.prefix_stream import PrefixStream
 
 LOOPS = pytest.mark.parametrize("overlap", [False, True], ids=["plain-loop", "overlap-loop"])
@@ -32,7 +32,7 @@ THREE_POOLS = 3 * DEVICE_PAGES * PAGE
 @pytest.fixture(autouse=True)
 def nothing_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefixes here are short: unions are chosen as if none of their pages arrived behind a layer."""
-    monkeypatch.setattr(sizing, "HIDDEN_BYTES", 0)
+    monkeypatch.setattr(PrefillRule, "hidden_rows", lambda *_: 0)
 
 
 def streaming_engine(*, scratch: int = 8192, config: dict[str, Any] | None = None, **changes: Any) -> Any:
