@@ -6,7 +6,6 @@ no memory size, and never corrects a value silently: what it cannot accept is a 
 """
 
 import difflib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -20,12 +19,11 @@ from sglang_hisparse.config_text import (
     KeyText,
     allowed_by,
     convert,
+    decode_object,
     key_text,
-    kind_of,
     refuse,
     shown,
     shown_key,
-    shown_text,
 )
 from sglang_hisparse.errors import ConfigError
 from sglang_hisparse.residency.types import Mirroring, ResidencyMode
@@ -177,8 +175,8 @@ class HiSparseConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         Meta(ge=0, le=1 << 30),
         KeyText(
             "tokens",
-            "a forward with at most this many new tokens reads of a prefix on the host only the rows that they select, where "
-            "these are expected to be fewer than all; 0 switches this off",
+            "a forward with at most this many new tokens reads of a prefix on the host only the rows that they select, where it is "
+            "expected to wait less for these than for all; 0 switches this off",
         ),
     ] = 128
     record_file: (
@@ -375,7 +373,7 @@ def parse_config(text: str | None) -> HiSparseConfig:
         return HiSparseConfig()
     fields = {field.name: field for field in msgspec.structs.fields(HiSparseConfig)}
     values = {}
-    for key, value in _decode_object(text).items():
+    for key, value in decode_object(text, _FLAG, _EXAMPLE).items():
         if key not in fields:
             near = difflib.get_close_matches(key, fields, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]}? " if near else ""
@@ -399,38 +397,6 @@ def parse_config(text: str | None) -> HiSparseConfig:
             f"a number from {config.watermark_low:g} to below 1",
         )
     return config
-
-
-def _decode_object(text: str) -> dict[str, Any]:
-    # The standard decoder, because it alone shows repeated keys and the constants NaN and Infinity to its caller.
-    try:
-        value = json.loads(text, object_pairs_hook=_unique_pairs, parse_constant=float)
-    except ConfigError:
-        raise
-    except json.JSONDecodeError as error:
-        raise ConfigError(
-            f"{_FLAG}: {shown_text(text)} is not JSON ({error.msg} at character {error.pos}); allowed: a "
-            f"JSON object such as {_EXAMPLE}"
-        ) from None
-    except (ValueError, RecursionError) as error:
-        reason = "nested too deeply" if isinstance(error, RecursionError) else "a number has too many digits"
-        raise ConfigError(
-            f"{_FLAG}: {shown_text(text)} cannot be read ({reason}); allowed: a JSON object such as {_EXAMPLE}"
-        ) from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{_FLAG}: {shown(value)} is {kind_of(value)}; allowed: a JSON object such as {_EXAMPLE}")
-    return value
-
-
-def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in values:
-            raise ConfigError(
-                f"{shown_key(key)}: {shown(value)} is given after {shown(values[key])}; allowed: each key once"
-            )
-        values[key] = value
-    return values
 
 
 # ---- reference -----------------------------------------------------------------------------------------------------

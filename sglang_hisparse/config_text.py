@@ -1,4 +1,4 @@
-"""Words about settings: the text beside each key of the schema, and the parts of a refusal.
+"""Words about settings: the text beside each key of the schema, how JSON is read, and the parts of a refusal.
 
 `config` and `validation` call it. Types, bounds and choices are read from the schema itself, so that a message, the
 reference table and the check cannot disagree. It knows no key by name.
@@ -112,6 +112,39 @@ def convert(key: str, value: Any, annotation: Any) -> Any:
     refuse(key, value, reason_of(value, annotation), allowed_by(annotation))
 
 
+def decode_object(text: str, flag: str, example: str) -> dict[str, Any]:
+    """The JSON object that is given to `flag`; raises ConfigError, which shows `example`. No key may come twice."""
+    # The standard decoder, because it alone shows repeated keys and the constants NaN and Infinity to its caller.
+    try:
+        value = json.loads(text, object_pairs_hook=_unique_pairs, parse_constant=float)
+    except ConfigError:
+        raise
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"{flag}: {shown_text(text)} is not JSON ({error.msg} at character {error.pos}); allowed: a "
+            f"JSON object such as {example}"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else "a number has too many digits"
+        raise ConfigError(
+            f"{flag}: {shown_text(text)} cannot be read ({reason}); allowed: a JSON object such as {example}"
+        ) from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{flag}: {shown(value)} is {kind_of(value)}; allowed: a JSON object such as {example}")
+    return value
+
+
+def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in values:
+            raise ConfigError(
+                f"{shown_key(key)}: {shown(value)} is given after {shown(values[key])}; allowed: each key once"
+            )
+        values[key] = value
+    return values
+
+
 def refuse(key: str, value: Any, why: str, allowed: str) -> NoReturn:
     """Raise the one form that every refusal of a setting has."""
     raise ConfigError(f"{key}: {shown(value)} {why}; allowed: {allowed}")
@@ -153,7 +186,7 @@ def _variants(annotation: Any) -> tuple[Any, bool]:
     return others[0], len(others) < len(info.types)
 
 
-def _is_finite(value: int | float) -> bool:
+def _is_finite(value: float) -> bool:
     try:
         return math.isfinite(value)
     except OverflowError:
