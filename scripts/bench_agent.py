@@ -7,6 +7,9 @@ measured, the caches empty at the start of each. All get the same GPU memory for
 host memory for as many tokens as ours. Conversations go in step: a turn's prompts are sent together, the next turn follows
 when all are answered. Rows are written as they come, so a run that is ended keeps what it has measured.
 
+A result file can hold several scales: `settings` has scale, pools, commit and command of each number of conversations. Rows of
+other numbers are carried over; those of the same number too if their setting, the command aside, is the same, and else go.
+
   bench_agent.py MODEL --out OUT                           measure, write agent_h200.json
   bench_agent.py MODEL --out OUT --restart '{"storage_backend": "file"}'
                                                            instead: stop the server after --restart-after turns, start it
@@ -30,7 +33,7 @@ from serving.agent import Conversation, Shape, Turn
 from serving.client import random_prompts, send
 from serving.fidelity import growth
 from serving.fleet import Member, Pool, dry_run, fleet, hisparse_pool, member, plain_pool
-from serving.results import AGENT_IDENTITY, AGENT_KEYS, current_commit, read_document, update, versions
+from serving.results import AGENT_IDENTITY, AGENT_KEYS, add_rows, current_commit, read_document, versions, write_json
 from serving.server import Paths, Server, ServerError, ServerSpec, add_place_arguments
 
 # In the order in which they are measured; SGLang's own HiSparse refuses to run with the prefix cache.
@@ -64,8 +67,10 @@ class Run:
         return self.args.out / "agent_h200.json"
 
     def setting(self) -> dict[str, Any]:
-        """What rows of one file have in common."""
+        """What rows of one number of conversations have in common; pools of all systems, measured in this call or not."""
         return {
+            "commit": self.args.commit,
+            "command": self.args.command,
             "scale": self.args.scale,
             "shape": asdict(self.shape),
             "kv_dtype": self.args.kv_dtype,
@@ -76,30 +81,31 @@ class Run:
 
     def write(self, rows: list[dict[str, Any]]) -> None:
         """Add rows, and bring everything that follows from them up to date."""
+        known = read_document(self.path if self.path.exists() else self.args.base or self.path)
+        document = agent.carry_over(known, {row["conversations"] for row in rows}, self.setting())
+        if gone := len(known["rows"]) - len(document["rows"]):
+            print(f"{gone} rows made with another setting go", flush=True)
+        rows = add_rows(document, rows, AGENT_KEYS, AGENT_IDENTITY)["rows"]
+        outputs = agent.outputs_of(document)
         head: dict[str, Any] = {
             "commit": self.args.commit,
             "versions": versions(self.args.site),
             "command": self.args.command,
             "model": self.args.model_name,
-            "setting": self.setting(),
+            "settings": document["settings"],
             "columns": {
                 "ttft_s": "median over conversations",
                 "output_tok_s": "output tokens of the turn over all conversations / from first sending to last token",
                 "prefilled_tokens": "prompt tokens minus cached tokens, summed over conversations",
             },
-        }
-        update(self.path, self.args.base or self.path, rows, AGENT_KEYS, AGENT_IDENTITY, head)
-        known = read_document(self.path)
-        output = self.shape.output
-        tail = {
-            "identity": _replace(known.get("identity", []), self.identity, ("case", "system")),
-            "counters": known.get("counters", {}) | self.counts,
-            "restart": self.restart or known.get("restart", {}),
+            "identity": _replace(document["identity"], self.identity, ("case", "system")),
+            "counters": document["counters"] | self.counts,
+            "restart": self.restart or document.get("restart", {}),
             "failures": self.failures,
-            "totals": agent.totals(known["rows"], output),
-            "ratios": agent.ratios(known["rows"], output),
+            "totals": agent.totals(rows, outputs),
+            "ratios": agent.ratios(rows, outputs),
         }
-        update(self.path, self.path, [], AGENT_KEYS, AGENT_IDENTITY, tail)
+        write_json(self.path, head | {"rows": rows})
 
     def fail(self, what: str) -> None:
         """Print and keep a failure."""
@@ -117,8 +123,7 @@ def pools_of(args: argparse.Namespace) -> dict[str, Pool]:
     sparse = hisparse_pool(args.plain_tokens, args.ratio, args.layers, args.kv_dtype)
     plain = plain_pool(args.plain_tokens, args.layers, args.kv_dtype)
     cached = plain_pool(args.plain_tokens, args.layers, args.kv_dtype, host_tokens=sparse.logical_tokens)
-    known = {"ours": sparse, "builtin": sparse, "plain": plain, "plain_hicache": cached}
-    return {system: known[system] for system in args.systems}
+    return {"ours": sparse, "builtin": sparse, "plain": plain, "plain_hicache": cached}
 
 
 def members_of(args: argparse.Namespace, pools: Mapping[str, Pool]) -> dict[str, Member]:
@@ -165,18 +170,18 @@ def measure(run: Run, system: str, count: int) -> None:
               f"{turn.output_tok_s:.1f} tok/s, {turn.prefilled_tokens} prefilled", flush=True)  # fmt: skip
     server.check_alive()
     if server.spec.plugin:
-        run.counts[f"{count} at once"] = growth(before, server.counters())
+        run.counts[agent.case_of(count)] = growth(before, server.counters())
     reference = run.answers.get((count, "plain"))
     if system == "plain":
         for other in run.args.systems:
             if other != "plain" and (count, other) in run.answers:
-                _note_agreement(run, f"{count} at once", other, run.answers[count, other], group)
+                _note_agreement(run, agent.case_of(count), other, run.answers[count, other], group)
     elif reference:
-        _note_agreement(run, f"{count} at once", system, group, reference)
+        _note_agreement(run, agent.case_of(count), system, group, reference)
 
 
 def _note_agreement(run: Run, case: str, system: str, got: list[Conversation], expected: list[Conversation]) -> None:
-    entry = {"case": case, "system": system} | agent.agreement(got, expected)
+    entry = {"case": case, "system": system, "scale": run.args.scale} | agent.agreement(got, expected)
     run.identity = _replace(run.identity, [entry], ("case", "system"))
     print(f"[{system}] {case}: {entry['identical']} of {entry['answers']} answers as plain's", flush=True)
 
@@ -245,7 +250,7 @@ def run_restart(run: Run, members: Mapping[str, Member], paths: Paths) -> None:
     plan = agent_restart.Restart(
         args.conversations[0], args.restart_after, run.shape, args.seed, args.restart_settle, args.request_timeout
     )
-    run.restart = agent_restart.run(
+    run.restart = {"setting": run.setting()} | agent_restart.run(
         plan, members["ours"], members["plain"], args.restart, paths, args.port, args.start_timeout
     )
     after, agreed = run.restart["turns_after"][0], run.restart["agreement_with_plain"]
@@ -280,7 +285,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model-name", default="tiny-dsa-8l", help="name in the result file")
     parser.add_argument("--layers", type=int, default=8, help="layers of the checkpoint")
     parser.add_argument("--out", type=pathlib.Path, help="folder for agent_h200.json")
-    parser.add_argument("--base", type=pathlib.Path, help="result file of the same setting whose rows are carried over")
+    parser.add_argument("--base", type=pathlib.Path, help="result file whose rows are carried over")
     parser.add_argument(
         "--logs", type=pathlib.Path, default=pathlib.Path("/tmp/sglang-logs"), help="server logs, counters"
     )
@@ -326,7 +331,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit status: 0 all measured, 1 something failed, 2 the base has another setting, 3 something was left out."""
+    """Exit status: 0 all measured, 1 something failed, 2 the known file is of an older form, 3 something was left out."""
     begin = time.monotonic()
     args = parse_arguments(argv)
     if args.plot:
@@ -343,9 +348,9 @@ def main(argv: list[str] | None = None) -> int:
         print(run.setting())
         return 0
     for known in filter(None, (args.base, run.path)):
-        setting = read_document(known).get("setting", run.setting()) if known.exists() else run.setting()
-        if setting != run.setting():
-            print(f"{known} was made with {setting}, not with {run.setting()}", file=sys.stderr)
+        document = read_document(known)
+        if document["rows"] and "settings" not in document:
+            print(f"{known} has rows without a setting for each number of conversations", file=sys.stderr)
             return 2
     complete = True
     try:

@@ -3,8 +3,9 @@
 
 The pool of plain SGLang holds 12.5 contexts (--pool-contexts), so it grows with the context and there is one server per
 context and system. All servers of a context start at once, those of several contexts too while --servers-at-once allows it;
-then they are measured one after another, each concurrency on every system before the next. A prompt is never sent twice to a
-server, so that no prefix is cached. Rows are written as they come.
+then they are measured one after another, each point on every system before the next; with --repeats N all systems N times in
+turn, before the next point. A prompt is never sent twice to a server, so that no prefix is cached. Rows are written as they
+come.
 
 --equal tokens: every system gets the same device pool, and HiSparse's index keys of all logical tokens come on top of it;
 results in serving_h200.json. --equal bytes: KV rows and index keys together take the same GPU memory in every system;
@@ -12,10 +13,15 @@ results in serving_equal_memory_h200.json, where pool_tokens is the pool of plai
 
 ours_elastic is ours with elastic_border: it begins with the device tokens of plain SGLang, and has as many logical tokens as
 ours; only with --equal bytes. --output and --stream-interval: with 256 tokens prefill takes most of the time of a long prompt;
-longer outputs show decode; one event a token makes the HTTP stream the bottleneck of small models.
+longer outputs show decode; one event a token makes the HTTP stream the bottleneck of small models. A result file holds rows of
+one stream interval (`stream_interval`; a file without it: 1); a call with another one ends before it starts a server, unless
+--base names a file that does not exist.
 
-Columns: output tok/s, tok/s of decode alone (after a wave's last first token), TTFT and ITL. `ratios` in the file compares
-ours with the better of the others, point by point.
+Columns, of one run: output_tok_s from the first sending to the last token; decode_tok_s, tokens that arrive after a wave's last
+first token over the time after it (an event's tokens count when it arrives); ttft_s and itl_ms, means over the requests;
+pages_spilled and rows_fetched, the plugin's counts during the run, 0 for the others. With repeats a row is, in all columns, the
+run with the median output_tok_s (of an even number the lower), and `repeats` has output_tok_s of every run, in order.
+`ratios` compares ours with the better of the others, point by point.
 """
 
 import argparse
@@ -42,6 +48,7 @@ SYSTEMS = {
     "ours_elastic": ServerSpec("bench-elastic", hisparse=True, plugin=True, config={"elastic_border": True}),
 }
 DEFAULT_SYSTEMS = ["plain", "builtin", "ours"]
+RESULTS = pathlib.Path("scripts/results")
 FILES = {"tokens": "serving_h200.json", "bytes": "serving_equal_memory_h200.json"}
 START_SECONDS, POINT_SECONDS = 90.0, 15.0
 
@@ -79,13 +86,27 @@ class Run:
         print(what, flush=True)
         self.failures.append(what)
 
-    def write(self, row: dict[str, Any]) -> None:
-        """Add one row, and the ratios that follow from all rows."""
-        args = self.args
-        base = args.base or pathlib.Path("scripts/results") / FILES[args.equal]
+    @property
+    def base(self) -> pathlib.Path:
+        """The file whose rows are carried over: the result file itself where it exists."""
+        return self.path if self.path.exists() else self.args.base or RESULTS / FILES[self.args.equal]
+
+    def check_base(self) -> None:
+        """Raises ValueError when rows of another stream interval would be carried over."""
+        known, mine = read_document(self.base).get("stream_interval", 1), self.args.stream_interval
+        if self.base.exists() and known != mine:
+            raise ValueError(f"{self.base} has rows of --stream-interval {known}, this call has {mine}; "
+                             "another --out, and a --base that does not exist, begin a file of its own")  # fmt: skip
+
+    def write(self, runs: Sequence[dict[str, Any]]) -> None:
+        """Set the row of a point to its median run, and what follows from all rows."""
+        args, row = self.args, median_run(runs)
         head = {"commit": args.commit, "versions": versions(args.site), "command": args.command}
-        update(self.path, base, [row], SERVING_KEYS, SERVING_IDENTITY, head)
-        tail = {"ratios": ratios(read_document(self.path)["rows"])}
+        head["stream_interval"] = args.stream_interval
+        update(self.path, self.base, [row], SERVING_KEYS, SERVING_IDENTITY, head)
+        known = read_document(self.path)
+        tail: dict[str, Any] = {"ratios": ratios(known["rows"])}
+        tail["repeats"] = repeats(known.get("repeats", []), runs)
         if args.equal == "bytes":
             tail["equal_memory"] = {"ratio": args.ratio, "pool_tokens": "of plain SGLang; the others get its bytes"}
         update(self.path, self.path, [], SERVING_KEYS, SERVING_IDENTITY, tail)
@@ -136,9 +157,9 @@ def members_of(args: argparse.Namespace, contexts: Sequence[int]) -> dict[str, M
     }
 
 
-def measure(server: Server, load: Load, seed: int, timeout_s: float) -> tuple[Timing, dict[str, int]]:
+def measure(server: Server, load: Load, seed: str, timeout_s: float) -> tuple[Timing, dict[str, int]]:
     """Send one load; return its figures and the plugin's counters after it. Raises ValueError on a failure."""
-    prompts = random_prompts(seed * 1000 + load.concurrency, [load.context] * (load.concurrency * load.waves))
+    prompts = random_prompts(seed, [load.context] * (load.concurrency * load.waves))
     waves: list[list[Reply]] = []
     for first in range(0, len(prompts), load.concurrency):
         wave = prompts[first : first + load.concurrency]
@@ -166,6 +187,19 @@ def result_row(
         "pages_spilled": counts["pages_spilled"],
         "rows_fetched": counts["rows_fetched"],
     }
+
+
+def median_run(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The run with the median output tok/s, the lower one of an even number."""
+    return sorted(runs, key=lambda run: run["output_tok_s"])[(len(runs) - 1) // 2]
+
+
+def repeats(known: Sequence[dict[str, Any]], runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Entries of rows that are medians, those of this point replaced: its identity, and output tok/s of each run."""
+    point = {key: runs[0][key] for key in SERVING_IDENTITY}
+    others = [one for one in known if {key: one[key] for key in SERVING_IDENTITY} != point]
+    speeds = [run["output_tok_s"] for run in runs]
+    return others + ([point | {"output_tok_s": speeds}] if len(runs) > 1 else [])
 
 
 def ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -197,31 +231,37 @@ def measure_group(run: Run, servers: dict[str, Server], grid: dict[int, list[int
             send(server.url, random_prompts(-1, [context] * 2), 16, 2, args.request_timeout)
             server.flush()
             run.counters[f"{system}@{context}"] = settled_counters(server)
-        for concurrency in grid[context]:
-            for output, (system, server) in itertools.product(args.output, here.items()):
-                if server is not None:
-                    waves = args.waves if concurrency == 1 else 1
-                    measure_point(run, system, server, Load(concurrency, waves, context, output))
+        for concurrency, output in itertools.product(grid[context], args.output):
+            load = Load(concurrency, args.waves if concurrency == 1 else 1, context, output)
+            runs: dict[str, list[dict[str, Any]]] = {}
+            for repeat, (system, server) in itertools.product(range(args.repeats), here.items()):
+                row = measure_point(run, system, server, load, repeat) if server else None
+                if row:
+                    runs.setdefault(system, []).append(row)
+                    run.write(runs[system])
 
 
-def measure_point(run: Run, system: str, server: Server, load: Load) -> None:
-    """One row, or a line that says why there is none."""
-    args, key, concurrency = run.args, f"{system}@{load.context}", load.concurrency
+def measure_point(run: Run, system: str, server: Server, load: Load, repeat: int) -> dict[str, Any] | None:
+    """One run as a row, or a line that says why there is none."""
+    args, key = run.args, f"{system}@{load.context}"
+    what = f"[{key}] {load.concurrency} at once, {load.output} out, run {repeat + 1} of {args.repeats}"
     if run.left_s() < POINT_SECONDS:
-        run.miss(f"[{key}] {concurrency} at once left out: {run.left_s():.0f} s are left")
-        return
+        run.miss(f"{what} left out: {run.left_s():.0f} s are left")
+        return None
     timeout_s = min(args.request_timeout, run.left_s())
+    # The same prompts for every system, others in every run.
+    seed = f"{args.seed}/{load.concurrency}/{load.output}/{repeat}"
     try:
-        timing, after = measure(server, load, args.seed, timeout_s)
+        timing, after = measure(server, load, seed, timeout_s)
     except (ServerError, ValueError) as error:
-        run.miss(f"[{key}] {concurrency} at once FAILED: {error}")
-        return
+        run.miss(f"{what} FAILED: {error}")
+        return None
     counts = growth(run.counters[key], after)
     run.counters[key] = after
-    run.write(result_row(args, system, load, timing, counts))
-    print(f"[{key}] {concurrency} at once, {load.output} out: {timing.output_tok_s:.1f} output tok/s, "
-          f"{timing.decode_tok_s:.1f} decode tok/s, TTFT {timing.ttft_s:.2f} s, ITL {timing.itl_ms:.2f} ms, {counts}", flush=True)  # fmt: skip
+    print(f"{what}: {timing.output_tok_s:.1f} output tok/s, {timing.decode_tok_s:.1f} decode tok/s, "
+          f"TTFT {timing.ttft_s:.2f} s, ITL {timing.itl_ms:.2f} ms, {counts}", flush=True)  # fmt: skip
     server.flush()
+    return result_row(args, system, load, timing, counts)
 
 
 def _point(text: str) -> tuple[int, int]:
@@ -253,6 +293,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
                         help="these points only, instead of the whole grid: CONTEXTxCONCURRENCY, comma-separated")  # fmt: skip
     parser.add_argument("--output", type=numbers, default=[256], help="tokens to generate, comma-separated")
     parser.add_argument("--stream-interval", type=int, default=1, help="tokens of an event, for every system")
+    parser.add_argument("--repeats", type=int, default=1, help="runs of every point; the row is the median run")
     parser.add_argument("--waves", type=int, default=4, help="how often a single stream is repeated")
     parser.add_argument("--equal", choices=list(FILES), default="tokens", help="what is equal between the systems")
     parser.add_argument("--ratio", type=int, default=6, help="logical tokens per device token of the HiSparse systems")
@@ -275,16 +316,23 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"unknown systems {unknown}; known: {', '.join(SYSTEMS)}")
     if args.equal != "bytes" and "ours_elastic" in args.systems:
         parser.error("ours_elastic: --equal tokens says nothing about a border that moves; allowed: --equal bytes")
+    if min(args.repeats, args.stream_interval, *args.output) < 1:
+        parser.error("--repeats, --stream-interval and --output are at least 1")
     if not args.commit:
         parser.error("--commit is needed outside a repository")
     return args
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit status: 0, or 1 when a point failed or was left out."""
+    """Exit status: 0, 1 when a point failed or was left out, 2 when known rows have another stream interval."""
     args = parse_arguments(argv)
     paths = Paths(args.model, args.logs, args.site, args.plugin, args.cache)
     run, grid = Run(args, time.monotonic() + args.budget), points(args)
+    try:
+        run.check_base()
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
     for contexts in groups(args, list(grid)):
         members = members_of(args, contexts)
         if args.dry_run:

@@ -66,11 +66,11 @@ def test_totals_and_ratios_compare_the_turns_that_all_have() -> None:
     rows += [_row("plain", 1, 1, 100), _row("plain", 2, 0.2, 50), _row("plain", 3, 9, 1)]
     rows += [_row("builtin", 1, 1, 50), _row("builtin", 2, 0.8, 80)]
     rows += [_row("ours", 1, 1, 100, count=1)]
-    whole = {(one["conversations"], one["system"]): one for one in agent.totals(rows, output=10)}
+    whole = {(one["conversations"], one["system"]): one for one in agent.totals(rows, {16: 10, 1: 10})}
     assert whole[16, "ours"]["turns"] == 3 and whole[16, "builtin"]["turns"] == 2
     assert whole[16, "builtin"]["output_tok_s"] == pytest.approx(320 / (160 / 50 + 160 / 80), abs=0.1)
     assert whole[16, "plain"]["ttft_s_later"] == pytest.approx(4.6) and whole[1, "ours"]["ttft_s_later"] is None
-    (ratio,) = agent.ratios(rows, output=10)
+    (ratio,) = agent.ratios(rows, {16: 10, 1: 10})
     assert (ratio["conversations"], ratio["turns"], ratio["best_other"]) == (16, 2, "plain")
     assert ratio["ttft_over_ours"] == {"plain": 2.0, "builtin": 8.0}
     assert ratio["throughput_over_best_other"] == pytest.approx((320 / 2.4) / (320 / 4.8), abs=0.01)
@@ -96,7 +96,8 @@ def test_benchmark_end_to_end_on_fake_servers(tmp_path: pathlib.Path) -> None:
     document = _document(tmp_path)
     rows = {(row["conversations"], row["turn"], row["system"]): row for row in document["rows"]}
     assert len(rows) == 2 * 3 * 4 and all(tuple(row) == results.AGENT_KEYS for row in rows.values())
-    shape = document["setting"]["shape"]
+    assert list(document["settings"]) == ["1", "3"]
+    shape = document["settings"]["3"]["shape"]
     assert shape == {"turns": 3, "first": 222, "later": 2, "output": 1}
     assert rows[3, 1, "ours"]["prefilled_tokens"] == 3 * 222
     assert rows[3, 2, "ours"]["prefilled_tokens"] == 3 * 3 == rows[3, 2, "plain_hicache"]["prefilled_tokens"]
@@ -105,9 +106,59 @@ def test_benchmark_end_to_end_on_fake_servers(tmp_path: pathlib.Path) -> None:
     cases = {(one["case"], one["system"]): one for one in document["identity"]}
     assert cases["2 conversations in turn, one request at a time", "ours"]["identical"] == 4
     assert cases["1 at once", "ours"]["identical"] == 3 and document["failures"] == []
-    assert _bench(tmp_path, "--conversations", "2", "--systems", "ours,plain") == 2  # other pools: another setting
     assert _bench(tmp_path, "--conversations", "2", "--identity", "0,0") == 0
     assert len(_document(tmp_path)["rows"]) == 36 and len(_document(tmp_path)["identity"]) == 10
+
+
+def test_scales_live_side_by_side_and_a_number_measured_anew_begins_anew(tmp_path: pathlib.Path) -> None:
+    """Goal: rows of one number of conversations have one setting, others stay. Method: calls of other scales and systems."""
+    few = ("--systems", "ours,plain", "--identity", "0,0")
+    assert _bench(tmp_path, *few) == 0
+    assert _bench(tmp_path, *few, "--conversations", "2", "--scale", "0.02", "--ratio", "3") == 0
+    document = _document(tmp_path)
+    settings = document["settings"]
+    assert list(settings) == ["1", "2", "3"]
+    assert {count: (one["scale"], one["ratio"], one["shape"]["output"]) for count, one in settings.items()} == {
+        "1": (0.003, 7, 1), "2": (0.02, 3, 4), "3": (0.003, 7, 1),
+    }  # fmt: skip
+    assert "--scale 0.02" in settings["2"]["command"] and settings["3"]["pools"].keys() == bench_agent.SYSTEMS.keys()
+    assert len(document["rows"]) == 3 * 3 * 2 and {one["conversations"] for one in document["ratios"]} == {1, 2, 3}
+    # Answers of four tokens, not of one, make the time of three turns.
+    (total,) = (one for one in document["totals"] if (one["conversations"], one["system"]) == (2, "plain"))
+    speeds = [row["output_tok_s"] for row in document["rows"] if (row["conversations"], row["system"]) == (2, "plain")]
+    assert total["wall_s"] == pytest.approx(sum(2 * 4 / speed for speed in speeds), abs=0.006)
+    # The same setting: another system is added. Another one: what 3 had goes, with its answers' agreement.
+    more = ("--identity", "0,0", "--conversations", "3", "--systems")
+    assert _bench(tmp_path, *more, "builtin") == 0
+    kept = {(row["conversations"], row["system"]) for row in _document(tmp_path)["rows"]}
+    assert {system for count, system in kept if count == 3} == {"ours", "plain", "builtin"}
+    assert _bench(tmp_path, *more, "plain", "--scale", "0.004", "--base", str(tmp_path / "none.json")) == 0
+    document = _document(tmp_path)
+    kept = {(row["conversations"], row["system"]) for row in document["rows"]}
+    assert kept == {(1, "ours"), (1, "plain"), (2, "ours"), (2, "plain"), (3, "plain")}
+    assert {one["case"] for one in document["identity"]} == {"1 at once", "2 at once"} == set(document["counters"])
+    assert [document["settings"][count]["scale"] for count in "123"] == [0.003, 0.02, 0.004]
+
+
+def test_a_base_without_settings_is_refused(tmp_path: pathlib.Path) -> None:
+    """Goal: rows of an unknown setting are not carried over. Method: a file of the older form as base."""
+    results.write_json(tmp_path / "old.json", {"setting": {"scale": 1}, "rows": [_row("ours", 1, 1, 1)]})
+    assert _bench(tmp_path, "--base", str(tmp_path / "old.json")) == 2
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_committed_file_says_how_each_number_was_made() -> None:
+    """Goal: no row without a setting, and totals that follow from it. Method: the committed result file."""
+    path = pathlib.Path(bench_agent.__file__).parent / "results" / "agent_h200.json"
+    document = json.loads(path.read_text())
+    counts = {row["conversations"] for row in document["rows"]}
+    assert set(document["settings"]) == {str(count) for count in counts}
+    for count, setting in document["settings"].items():
+        args = bench_agent.parse_arguments(shlex.split(setting["command"])[2:])
+        assert (args.scale, args.ratio) == (setting["scale"], setting["ratio"]) and int(count) in args.conversations
+        assert agent.Shape.scaled(setting["scale"], setting["shape"]["turns"]) == agent.Shape(**setting["shape"]), count
+    assert document["totals"] == agent.totals(document["rows"], agent.outputs_of(document))
+    assert document["ratios"] == agent.ratios(document["rows"], agent.outputs_of(document))
 
 
 def test_wrong_tokens_and_lack_of_time_show(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +189,7 @@ def test_picture(tmp_path: pathlib.Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     rows = [_row(system, turn, 0.1 * turn, 100) for system in ("ours", "plain") for turn in (1, 2)]
     path = tmp_path / "agent.json"
-    path.write_text(json.dumps({"rows": rows, "totals": agent.totals(rows, 10)}))
+    path.write_text(json.dumps({"rows": rows, "totals": agent.totals(rows, {16: 10})}))
     assert bench_agent.main(["--plot", str(path)]) == 0
     assert (tmp_path / "agent.png").read_bytes()[:4] == b"\x89PNG"
     path.write_text(json.dumps({"rows": [], "totals": []}))

@@ -301,22 +301,23 @@ def test_ratio_reaches_servers_with_a_host_tier_only(tmp_path: pathlib.Path) -> 
     assert verify_server.spec_of("ours", verify_server.parse_arguments(base)) == verify_server.SPECS["ours"]
 
 
+def _bench(paths: server.Paths, out: pathlib.Path, *extra: str) -> int:
+    return bench_serving.main([
+        str(paths.model), "--out", str(out), "--logs", str(paths.logs), "--site", paths.site,
+        "--plugin", paths.plugin, "--cache", paths.cache, "--port", str(free_port()),
+        "--context", "30", "--output", "8", "--concurrency", "1,3", "--commit", "abc",
+        "--base", str(out / "none.json"), *extra,
+    ])  # fmt: skip
+
+
 def test_benchmark_end_to_end_on_a_fake_server(fake_paths: server.Paths, tmp_path: pathlib.Path) -> None:
     """Goal: rows of all systems in the issue's form, replaced when measured again. Method: a fake server, two calls."""
     out = tmp_path / "out"
-
-    def bench(*extra: str) -> int:
-        return bench_serving.main([
-            str(fake_paths.model), "--out", str(out), "--logs", str(fake_paths.logs), "--site", fake_paths.site,
-            "--plugin", fake_paths.plugin, "--cache", fake_paths.cache, "--port", str(free_port()),
-            "--context", "30", "--output", "8", "--concurrency", "1,3", "--commit", "abc",
-            "--base", str(out / "none.json"), *extra,
-        ])  # fmt: skip
-
-    assert bench() == 0
-    assert bench("--systems", "ours") == 0
+    assert _bench(fake_paths, out) == 0
+    assert _bench(fake_paths, out, "--systems", "ours") == 0
     document = json.loads((out / "serving_h200.json").read_text())
-    assert [key for key in document if key != "rows"] == ["commit", "versions", "command", "ratios"]
+    head = ["commit", "versions", "command", "stream_interval", "ratios", "repeats"]
+    assert [key for key in document if key != "rows"] == head and document["repeats"] == []
     assert len(document["rows"]) == 6 and all(tuple(row) == results.SERVING_KEYS for row in document["rows"])
     assert {row["system"] for row in document["rows"]} == {"plain", "builtin", "ours"}
     assert all(row["output_tok_s"] > 0 and row["decode_tok_s"] > 0 for row in document["rows"])
@@ -325,7 +326,63 @@ def test_benchmark_end_to_end_on_a_fake_server(fake_paths: server.Paths, tmp_pat
     speed = {row["system"]: row["output_tok_s"] for row in document["rows"] if row["concurrency"] == 3}
     (three,) = (one for one in document["ratios"] if one["concurrency"] == 3)
     assert three["ours_over_better"] == round(speed["ours"] / max(speed["plain"], speed["builtin"]), 3)
-    assert bench("--systems", "plain", "--budget", "10") == 1
+    assert _bench(fake_paths, out, "--systems", "plain", "--budget", "10") == 1
+
+
+def test_repeats_take_turns_and_leave_the_median_run(
+    fake_paths: server.Paths, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Goal: a row is one whole run, the median one; systems take turns; outputs are points. Method: speeds by hand."""
+    order, prompts = [], set()
+
+    def measure(running: server.Server, load: bench_serving.Load, seed: str, timeout_s: float) -> tuple:
+        system = running.spec.name.split("-")[1]
+        order.append((load.output, system))
+        prompts.add(seed)
+        speed = [30.0, 10.0, 20.0][sum(one == order[-1] for one in order) - 1] + load.output
+        timing = client.Timing(speed, 2 * speed, 1 / speed, 3 * speed)
+        return timing, {name: len(order) for name in ("pages_spilled", "rows_fetched")}
+
+    monkeypatch.setattr(bench_serving, "measure", measure)
+    arguments = ("--systems", "plain,ours", "--output", "8,9", "--concurrency", "1", "--repeats")
+    assert _bench(fake_paths, tmp_path, *arguments, "3", "--stream-interval", "4") == 0
+    assert order == 3 * [(8, "plain"), (8, "ours")] + 3 * [(9, "plain"), (9, "ours")] and len(prompts) == 6
+    document = json.loads((tmp_path / "serving_h200.json").read_text())
+    rows = {(row["output"], row["system"]): row for row in document["rows"]}
+    assert len(rows) == len(document["rows"]) == 4 and document["stream_interval"] == 4
+    assert [rows[9, "ours"][key] for key in ("output_tok_s", "decode_tok_s", "ttft_s", "itl_ms")] == [29, 58, 0.034, 87]
+    assert {(one["output"], tuple(one["output_tok_s"])) for one in document["repeats"]} == {
+        (8, (38.0, 18.0, 28.0)),
+        (9, (39.0, 19.0, 29.0)),
+    }
+    # Rows of another interval are not mixed in, from the file itself or from a base, where none is written stands 1.
+    before, base = (tmp_path / "serving_h200.json").read_bytes(), tmp_path / "base.json"
+    assert _bench(fake_paths, tmp_path, *arguments, "1") == 2
+    results.write_json(base, {"rows": []})
+    assert _bench(fake_paths, tmp_path / "new", "--stream-interval", "2", "--base", str(base)) == 2
+    assert (tmp_path / "serving_h200.json").read_bytes() == before and not (tmp_path / "new").exists()
+    order.clear()
+    assert _bench(fake_paths, tmp_path, *arguments, "1", "--stream-interval", "4", "--output", "8") == 0
+    repeats = json.loads((tmp_path / "serving_h200.json").read_text())["repeats"]
+    assert [one["output"] for one in repeats] == [9, 9]
+
+
+def test_elastic_system_begins_with_plains_tokens_and_ends_at_ours(tmp_path: pathlib.Path) -> None:
+    """Goal: one pool of bytes for all. Method: pools, ratio and config by hand; --equal tokens is refused."""
+    base = [str(tmp_path), "--out", str(tmp_path), "--commit", "abc", "--systems", "ours,ours_elastic"]
+    args = bench_serving.parse_arguments([*base, "--equal", "bytes"])
+    ours, elastic = (bench_serving.pool_of(args, system, 16_000) for system in args.systems)
+    # 200,000 x (1152 + 132) / (1152 + 6 x 132) = 132,098 tokens, 2,064 whole pages.
+    assert (ours.device_tokens, ours.logical_tokens) == (132_096, 792_576)
+    assert (elastic.device_tokens, elastic.logical_tokens) == (200_000, 792_576) and elastic.gpu_bytes == ours.gpu_bytes
+    members = bench_serving.members_of(args, [16_000])
+    config = members["ours_elastic@16000"].spec.config
+    assert config == {"elastic_border": True, "host_to_device_ratio": 792_576 / 200_000}
+    assert members["ours_elastic@16000"].limits.pool_tokens == 200_000
+    assert members["ours@16000"].spec.config == {"host_to_device_ratio": 6}
+    for wrong in (["--equal", "tokens"], ["--equal", "bytes", "--repeats", "0"]):
+        with pytest.raises(SystemExit):
+            bench_serving.parse_arguments([*base, *wrong])
 
 
 def test_grid_starts_servers_together_and_scales_pools(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture) -> None:
@@ -348,12 +405,7 @@ def test_a_server_that_does_not_start_leaves_the_others(
     """Goal: one broken system costs its own rows only. Method: a fleet whose built-in server dies while starting."""
     monkeypatch.setenv("FAKE_BROKEN", "builtin")
     out = tmp_path / "out"
-    status = bench_serving.main([
-        str(fake_paths.model), "--out", str(out), "--logs", str(fake_paths.logs), "--site", fake_paths.site,
-        "--plugin", fake_paths.plugin, "--cache", fake_paths.cache, "--port", str(free_port()), "--context", "30",
-        "--output", "4", "--points", "30x2", "--commit", "abc", "--base", str(out / "none.json"),
-    ])  # fmt: skip
-    assert status == 1
+    assert _bench(fake_paths, out, "--points", "30x2", "--output", "4") == 1
     document = json.loads((out / "serving_h200.json").read_text())
     assert [row["system"] for row in document["rows"]] == ["plain", "ours"]
     assert document["ratios"][0]["others"] == 1

@@ -1,5 +1,6 @@
 """Goal: what HiSparse cannot run with is refused before weights load. Method: SGLang's own ServerArgs and views."""
 
+import argparse
 import inspect
 import json
 import logging
@@ -134,6 +135,28 @@ def test_a_declared_radix_setting_is_lifted_as_well(arguments, original) -> None
 
 
 @pytest.mark.usefixtures("on_cuda")
+def test_prefill_backends_that_read_rows_nobody_selected_are_refused(arguments, original) -> None:
+    """Goal: only backends that gather the selected rows (a union's scratch has stale ones). Method: SGLang's whole list."""
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    (flag,) = (action for action in parser._actions if action.dest == "dsa_prefill_backend")
+    accepted = set()
+    for dtype, decode in (("bfloat16", "flashmla_sparse"), ("fp8_e4m3", "flashmla_kv")):
+        for choice in flag.choices:
+            fields = {"kv_cache_dtype": dtype, "dsa_prefill_backend": choice, "dsa_decode_backend": decode}
+            try:
+                validate_server_args(arguments(**fields), original)
+            except ValueError as error:
+                assert f"--dsa-prefill-backend={choice}" in str(error)
+            else:
+                accepted.add((dtype, choice))
+    fp8 = {("fp8_e4m3", "flashmla_kv"), ("fp8_e4m3", "flashinfer_sparse_mla")}
+    assert accepted == fp8 | {("bfloat16", "flashmla_sparse")} and len(flag.choices) > 8
+
+
+@pytest.mark.usefixtures("on_cuda")
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -183,8 +206,6 @@ def test_every_flag_of_the_table_is_a_server_argument_whose_default_is_accepted(
 
 def test_every_flag_of_the_table_can_be_written_on_the_command_line() -> None:
     """Goal: refusals name flags that exist. Method: SGLang's own parser knows each one."""
-    import argparse
-
     from sglang.srt.server_args import ServerArgs
 
     parser = argparse.ArgumentParser()

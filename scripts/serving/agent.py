@@ -1,11 +1,12 @@
 """Conversations of an agent: a long first turn, then short ones, each prompt holding all that came before.
 
-`bench_agent` calls it. It sends the turns and condenses the rows; it starts no server and writes no file.
+`bench_agent` calls it. It sends the turns, condenses the rows and says which of a known file's still hold; it starts no server
+and writes no file.
 """
 
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -127,12 +128,48 @@ def agreement(left: Sequence[Conversation], right: Sequence[Conversation]) -> di
 # ---- from rows to totals ---------------------------------------------------------------------------------------------
 
 
-def totals(rows: Sequence[Mapping[str, Any]], output: int) -> list[dict[str, Any]]:
-    """One entry per (conversations, system): turns measured, mean TTFT after turn 1, throughput, tokens prefilled."""
+def carry_over(known: Mapping[str, Any], counts: Collection[int], setting: Mapping[str, Any]) -> dict[str, Any]:
+    """The result file `known` as it can take rows of `counts` conversations made with `setting`.
+
+    A number of conversations whose rows were made with another setting loses all that was measured of it: systems and
+    turns are compared within one setting only. Settings are equal when all but the command is.
+    """
+    settings = dict(known.get("settings", {}))
+
+    def made_with(one: Mapping[str, Any] | None) -> dict[str, Any]:
+        return {key: value for key, value in (one or {}).items() if key != "command"}
+
+    stale = {count for count in counts if made_with(settings.get(str(count))) != made_with(setting)}
+    cases = {case_of(count) for count in stale}
+    settings |= {str(count): dict(setting) for count in counts}
+    return {
+        **known,
+        "settings": {count: settings[count] for count in sorted(settings, key=int)},
+        "identity": [one for one in known.get("identity", []) if one["case"] not in cases],
+        "counters": {case: one for case, one in known.get("counters", {}).items() if case not in cases},
+        "rows": [row for row in known.get("rows", []) if row["conversations"] not in stale],
+    }
+
+
+def case_of(count: int) -> str:
+    """Name of `count` conversations at once in a result file's identity and counters."""
+    return f"{count} at once"
+
+
+def outputs_of(document: Mapping[str, Any]) -> dict[int, int]:
+    """Tokens of an answer, by number of conversations."""
+    return {int(count): setting["shape"]["output"] for count, setting in document.get("settings", {}).items()}
+
+
+def totals(rows: Sequence[Mapping[str, Any]], outputs: Mapping[int, int]) -> list[dict[str, Any]]:
+    """One entry per (conversations, system): turns measured, mean TTFT after turn 1, throughput, tokens prefilled.
+
+    outputs: tokens of an answer, by number of conversations.
+    """
     found = []
     for conversations_, system in dict.fromkeys((row["conversations"], row["system"]) for row in rows):
         mine = [row for row in rows if (row["conversations"], row["system"]) == (conversations_, system)]
-        found.append(_total(mine, conversations_, system, output))
+        found.append(_total(mine, conversations_, system, outputs[conversations_]))
     return found
 
 
@@ -151,7 +188,7 @@ def _total(mine: Sequence[Mapping[str, Any]], count: int, system: str, output: i
     }
 
 
-def ratios(rows: Sequence[Mapping[str, Any]], output: int) -> list[dict[str, Any]]:
+def ratios(rows: Sequence[Mapping[str, Any]], outputs: Mapping[int, int]) -> list[dict[str, Any]]:
     """Ours against the others per number of conversations, over the turns that all systems there have.
 
     ttft_over_ours: mean TTFT of turns 2 and later, of each other system over ours. throughput_over: ours over the best
@@ -162,7 +199,7 @@ def ratios(rows: Sequence[Mapping[str, Any]], output: int) -> list[dict[str, Any
         mine = [row for row in rows if row["conversations"] == count]
         systems = dict.fromkeys(row["system"] for row in mine)
         shared = set.intersection(*({row["turn"] for row in mine if row["system"] == name} for name in systems))
-        table = {one["system"]: one for one in totals([row for row in mine if row["turn"] in shared], output)}
+        table = {one["system"]: one for one in totals([row for row in mine if row["turn"] in shared], outputs)}
         others = [one for name, one in table.items() if name != "ours"]
         if "ours" not in table or not others:
             continue

@@ -9,7 +9,9 @@ stream, resident ones (the extend's own new rows among them) from the pool, whil
 
 A short extend reads few of those rows, so that the link would carry the rest for nothing. With `union` in its plan host pages are
 not fetched; when attention translates the ids that a layer selected, the rows of them that lie on host pages are fetched, each
-once a layer. Every other row of a host page in the scratch is then stale, and read by nobody.
+once a layer. Every other row of a host page in the scratch is then stale, and read by nobody: of SGLang's prefill backends those
+that gather the selected rows are accepted alone, and its dense prefill of short contexts is off with HiSparse. For an entry
+without a row FlashMLA reads page 0 with the weight 0, so that page must hold no NaN; it is never written and stays zero.
 
     forward stream   resident pages of layer l -> half l % 2; top-k of layer l; its union -> half l % 2; attention of layer l
 
