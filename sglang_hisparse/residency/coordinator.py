@@ -58,6 +58,7 @@ class ResidencyCoordinator(HostCopies):
         self.limits = limits
         self.device_pages = device_pages
         self.hot_lease: dict[int, list[int]] = {}  # slot -> device pages
+        self._checked: tuple[int, bytes] = -1, b""  # moves of the book and request slots of the last step that was checked
         self._reset_plan()
 
     def _reset_plan(self) -> None:
@@ -132,19 +133,18 @@ class ResidencyCoordinator(HostCopies):
         self.step += 1
         book = self.book
         slot_array = np.asarray(slots, dtype=np.int64)
-        full_pages = np.minimum(np.asarray(seq_lens, dtype=np.int64) // self.limits.page_size, book.num_pages[slot_array])
-        ended = book.prefilling[slot_array]
-        if ended.any():
-            ended &= np.asarray(prefill_ends, dtype=bool)
+        full_pages = np.asarray(seq_lens, dtype=np.int64) // self.limits.page_size
+        moving = (full_pages > book.sealed[slot_array]) | book.prefilling[slot_array]
         # Most decode steps fill no page: only the rows that do are looked at one by one.
-        for index in np.flatnonzero((full_pages > book.sealed[slot_array]) | ended).tolist():
-            slot, full = int(slot_array[index]), int(full_pages[index])
+        for index in np.flatnonzero(moving).tolist():
+            slot = int(slot_array[index])
+            full, ended = min(int(full_pages[index]), int(book.num_pages[slot])), bool(prefill_ends[index] and book.prefilling[slot])
             for page in book.slot_pages[slot, book.sealed[slot] : full].tolist():
                 if book.state[page] == _OPEN:
                     book.state[page] = _DIRTY
                     self._dirty[page] = None
             book.sealed[slot] = max(int(book.sealed[slot]), full)
-            if ended[index]:
+            if ended:
                 book.end_prefill(slot)
                 self._hold_tail_only(slot)
             elif book.streams(slot):
@@ -388,6 +388,10 @@ class ResidencyCoordinator(HostCopies):
     def check_step(self, slots: Sequence[int]) -> None:
         """Every request of the coming forward that has a host-only page holds a lease (R19)."""
         slot_array = np.asarray(slots, dtype=np.int64)
+        key = self.book.moves, slot_array.tobytes()
+        if key == self._checked:
+            return  # as it was in the step before
+        self._checked = key
         unleased = slot_array[~self.book.leased[slot_array]]
         for slot in unleased[self.book.host_counts(unleased) != 0].tolist():
             raise InvariantError(f"R19: request slot {slot} has host-only pages and no hot lease")

@@ -172,7 +172,7 @@ class SpillPolicy:
         """Mirror what is sealed, keep the watermark, promote when there is room. The budget bounds the work of one step."""
         coordinator = self.coordinator
         policy = coordinator.policy
-        if policy.mirroring == Mirroring.EAGER and not coordinator.link_rests:
+        if coordinator.num_dirty and policy.mirroring == Mirroring.EAGER and not coordinator.link_rests:
             coordinator.mirror(coordinator.mirror_backlog(policy.mirror_pages_per_step))
         if policy.mode == ResidencyMode.ALWAYS_HOST:
             self._send_all_to_host()
