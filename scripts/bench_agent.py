@@ -25,7 +25,7 @@ import sys
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from serving import agent, agent_restart
@@ -42,7 +42,9 @@ SYSTEMS = {
     "plain_hicache": ServerSpec("plain_hicache"),
     "builtin": ServerSpec("builtin", hisparse=True, radix=False),
     "plain": ServerSpec("plain"),
+    "ours_elastic": ServerSpec("ours_elastic", hisparse=True, plugin=True, config={"elastic_border": True}),
 }
+DEFAULT_SYSTEMS = ["ours", "plain_hicache", "builtin", "plain"]
 LEAST_SECONDS = 8.0
 
 
@@ -119,11 +121,12 @@ def _replace(old: list[dict[str, Any]], new: list[dict[str, Any]], keys: tuple[s
 
 
 def pools_of(args: argparse.Namespace) -> dict[str, Pool]:
-    """Equal GPU bytes for all; HiCache's host tier holds as many tokens as ours (and their index keys as well)."""
+    """Equal GPU bytes for all, and ours_elastic begins with plain's tokens; HiCache's host tier holds as many tokens as ours (and their index keys as well)."""
     sparse = hisparse_pool(args.plain_tokens, args.ratio, args.layers, args.kv_dtype)
     plain = plain_pool(args.plain_tokens, args.layers, args.kv_dtype)
     cached = plain_pool(args.plain_tokens, args.layers, args.kv_dtype, host_tokens=sparse.logical_tokens)
-    return {"ours": sparse, "builtin": sparse, "plain": plain, "plain_hicache": cached}
+    elastic = replace(sparse, device_tokens=args.plain_tokens)
+    return {"ours": sparse, "ours_elastic": elastic, "builtin": sparse, "plain": plain, "plain_hicache": cached}
 
 
 def members_of(args: argparse.Namespace, pools: Mapping[str, Pool]) -> dict[str, Member]:
@@ -135,7 +138,8 @@ def members_of(args: argparse.Namespace, pools: Mapping[str, Pool]) -> dict[str,
             share = hisparse_pool(args.plain_tokens, args.ratio, args.layers, args.kv_dtype).logical_tokens
             hicache = ("--enable-hierarchical-cache", "--hicache-ratio", f"{share / args.plain_tokens:.4f}")
             spec = ServerSpec(spec.name, extra_args=(*hicache, *shlex.split(args.hicache_args)))
-        members[system] = member(spec, pools[system], ratio=args.ratio, max_running=args.max_running,
+        ratio = pools[system].logical_tokens / pools[system].device_tokens if "elastic" in system else args.ratio
+        members[system] = member(spec, pools[system], ratio=ratio, max_running=args.max_running,
                                  kv_dtype=args.kv_dtype, name=f"agent-{system}")  # fmt: skip
     return members
 
@@ -170,7 +174,8 @@ def measure(run: Run, system: str, count: int) -> None:
               f"{turn.output_tok_s:.1f} tok/s, {turn.prefilled_tokens} prefilled", flush=True)  # fmt: skip
     server.check_alive()
     if server.spec.plugin:
-        run.counts[agent.case_of(count)] = growth(before, server.counters())
+        case = agent.case_of(count) + (", elastic border" if system == "ours_elastic" else "")
+        run.counts[case] = growth(before, server.counters())
     reference = run.answers.get((count, "plain"))
     if system == "plain":
         for other in run.args.systems:
@@ -289,7 +294,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--logs", type=pathlib.Path, default=pathlib.Path("/tmp/sglang-logs"), help="server logs, counters"
     )
-    parser.add_argument("--systems", type=_names, default=list(SYSTEMS), help="comma-separated, measured in this order")
+    parser.add_argument("--systems", type=_names, default=DEFAULT_SYSTEMS,
+                        help=f"comma-separated, measured in this order; known: {', '.join(SYSTEMS)}")  # fmt: skip
     parser.add_argument("--conversations", type=_numbers, default=[1, 16, 32, 8], help="at once, in the order measured")
     parser.add_argument("--turns", type=int, default=agent.TURNS)
     parser.add_argument("--scale", type=float, default=1 / 6, help="of the trace's token counts")

@@ -14,6 +14,7 @@ A soak is longer than some machines let a command run, so it can go on by itself
 """
 
 import argparse
+import json
 import os
 import pathlib
 import shlex
@@ -83,6 +84,7 @@ class Soak:
                 "longest_prompt": args.longest,
                 "retract_every_forwards": args.retract_every,
                 "fault": args.fault,
+                "config": args.config,
             },
             "requests": asdict(self.tally),
             **self.found,
@@ -104,7 +106,7 @@ def members_of(args: argparse.Namespace) -> dict[str, Member]:
     ours = ServerSpec("soak", hisparse=True, plugin=True, env=env)
     members = {
         "plain": member(ServerSpec("plain"), plain, ratio=1, name="soak-plain", **shape),
-        "soak": member(ours, pool, ratio=args.ratio, name="soak-ours", **shape),
+        "soak": member(ours, pool, ratio=args.ratio, name="soak-ours", **shape, **args.config),
     }
     if args.pinned_gib:
         pinned = ServerSpec("pinned", hisparse=True, plugin=True,
@@ -319,6 +321,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=8, help="layers of the checkpoint")
     parser.add_argument("--pool-tokens", type=int, default=200_000)
     parser.add_argument("--ratio", type=int, default=3)
+    parser.add_argument("--config", type=json.loads, default={}, help="further keys of its --hisparse-config, as JSON")
     parser.add_argument("--load-factor", type=float, default=2.0, help="tokens in flight, in pools")
     parser.add_argument("--longest", type=int, default=63_000, help="tokens of the longest prompt")
     parser.add_argument("--compare-from", type=int, default=4096,

@@ -93,6 +93,8 @@ class Run:
         self.ok &= clean and (result.identical == result.prompts or not must_agree)
         if self.args.tp > 1:
             case = f"tp {self.args.tp}: {case}"
+        if self.args.kv_dtype != "bfloat16":
+            case = f"{self.args.kv_dtype}: {case}"
         row = {"case": case, "prompts": result.prompts, "identical": result.identical}
         self.add_rows([row | {key: counts.get(key, 0) for key in FIDELITY_KEYS[3:]}])
 
@@ -306,6 +308,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--pool-tokens", type=int, default=200_000)
     parser.add_argument("--ratio", type=float, help="host_to_device_ratio (default: 8); each rank pins a host tier")
     parser.add_argument("--tp", type=int, default=1, help="GPUs of every server")
+    parser.add_argument("--kv-dtype", default="bfloat16", choices=["bfloat16", "fp8_e4m3"], help="of every server")
     parser.add_argument("--together", action="store_true", help="start the servers of all phases at once")
     parser.add_argument("--flush-after", type=float, default=3.0, help="seconds into the batch of phase `ours`")
     parser.add_argument("--start-timeout", type=float, default=240.0)
@@ -333,6 +336,8 @@ def main(argv: list[str] | None = None) -> int:
     key = {"seed": args.seed, "lengths": lengths, "output": args.output, "prompts": args.prompts}
     if args.tp > 1:
         key["tp"] = args.tp  # the sum over ranks rounds otherwise than one rank does
+    if args.kv_dtype != "bfloat16":
+        key["kv_dtype"] = args.kv_dtype
     plain = PlainOutputs(key)
     if "plain" not in phases:
         try:
@@ -341,7 +346,8 @@ def main(argv: list[str] | None = None) -> int:
             print(error, file=sys.stderr)
             return 2
     paths = Paths(args.model, args.logs, args.site, args.plugin, args.cache)
-    run = Run(args, paths, Limits(pool_tokens=args.pool_tokens, tp=args.tp), random_prompts(args.seed, lengths), plain)
+    limits = Limits(pool_tokens=args.pool_tokens, kv_dtype=args.kv_dtype, tp=args.tp)
+    run = Run(args, paths, limits, random_prompts(args.seed, lengths), plain)
     begin = time.monotonic()
     try:
         with started(run, phases):

@@ -111,12 +111,13 @@ def after_init_coordinator(result: None, model_runner: Any) -> None:
 
 
 def around_forward_raw(original: Callable[..., Any], model_runner: Any, *args: Any, **kwargs: Any) -> Any:
-    if _is_ours(model_runner):
-        with no_device_sync():
-            model_runner.hisparse_coordinator.before_forward()
+    if not _is_ours(model_runner):
+        return original(model_runner, *args, **kwargs)
+    runtime = model_runner.hisparse_coordinator
+    with no_device_sync():
+        runtime.before_forward()
     result = original(model_runner, *args, **kwargs)
-    if _is_ours(model_runner):
-        model_runner.hisparse_coordinator.after_forward()
+    runtime.after_forward()
     return result
 
 

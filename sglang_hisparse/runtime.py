@@ -12,6 +12,7 @@ import functools
 import logging
 from typing import Any
 
+import numpy as np
 import torch
 
 from sglang_hisparse import settings
@@ -128,7 +129,7 @@ class HiSparseRuntime:
         self.gate: AdmissionGate | None = None
         self._committed_seen = 0
         self._launch: Launch | None = None
-        self.decode_slots: list[int] = []
+        self.decode_slots = np.zeros(0, dtype=np.int64)  # request slots of the decode batch
         allocator.bind_runtime(self)
         req_to_token_pool.hisparse_runtime = self
 
@@ -214,21 +215,22 @@ class HiSparseRuntime:
     # -- decode (called around SGLang's alloc_for_decode) -----------------------------------------------------------
 
     def begin_decode(self, batch: Any) -> None:
-        self.decode_slots = batch.req_pool_indices_cpu.tolist()
+        self.decode_slots = batch.req_pool_indices_cpu.numpy()
 
     def end_decode(self, batch: Any) -> None:
-        seq_lens = (batch.seq_lens_cpu + 1).tolist()
-        self._launch = Launch(self.decode_slots, seq_lens, [True] * len(seq_lens), is_extend=False)
+        seq_lens = batch.seq_lens_cpu.numpy() + 1
+        self._launch = Launch(self.decode_slots, seq_lens, np.ones(len(seq_lens), dtype=bool), is_extend=False)
         self.hot.note_decode()
-        self.recorder.before_decode(self.decode_slots, seq_lens)
+        self.recorder.before_decode(self.decode_slots.tolist(), seq_lens.tolist())
         if self.gate is not None:
             self.gate.note_decode(len(self.decode_slots))
 
     def make_room(self, num_pages: int) -> bool:
         """Spill until `num_pages` device pages are free."""
-        is_short = num_pages > self.residency.device_pages.num_free
+        if num_pages <= self.residency.device_pages.num_free:
+            return True
         done = self.make_room_as_promised(num_pages)
-        if is_short and done and not self.extends.is_allocating and exceeds_device(self.residency, num_pages):
+        if done and not self.extends.is_allocating and exceeds_device(self.residency, num_pages):
             self.residency.counters.retractions_avoided += 1
         return done
 

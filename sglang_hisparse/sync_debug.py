@@ -21,20 +21,26 @@ VARIABLE = "SGLANG_HISPARSE_SYNC_DEBUG"
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def _mode() -> str:
+@functools.cache
+def read_mode() -> str:
+    """What the variable asks for, read once in a process. Raises ConfigError."""
     mode = os.environ.get(VARIABLE, "")
     if mode not in ("", "0", "warn", "error"):
         raise ConfigError(f"{VARIABLE}: {mode!r} is not known; allowed: warn, error")
     return "" if mode == "0" or not torch.cuda.is_available() else mode
 
 
-@contextlib.contextmanager
-def no_device_sync() -> Iterator[None]:
+_NOTHING = contextlib.nullcontext()
+
+
+def no_device_sync() -> contextlib.AbstractContextManager[None]:
     """Inside the block, a wait for the device warns or raises, as the variable says."""
-    mode = _mode()
-    if not mode:
-        yield
-        return
+    mode = read_mode()
+    return _in_mode(mode) if mode else _NOTHING
+
+
+@contextlib.contextmanager
+def _in_mode(mode: str) -> Iterator[None]:
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode(mode)
     try:

@@ -74,6 +74,10 @@ def test_totals_and_ratios_compare_the_turns_that_all_have() -> None:
     assert (ratio["conversations"], ratio["turns"], ratio["best_other"]) == (16, 2, "plain")
     assert ratio["ttft_over_ours"] == {"plain": 2.0, "builtin": 8.0}
     assert ratio["throughput_over_best_other"] == pytest.approx((320 / 2.4) / (320 / 4.8), abs=0.01)
+    rows += [_row("ours_elastic", 1, 1, 400), _row("ours_elastic", 2, 0.05, 800)]
+    first, second = agent.ratios(rows, {16: 10, 1: 10})
+    assert first == ratio and second["system"] == "ours_elastic" and second["best_other"] == "plain"
+    assert second["ttft_over_ours"] == {"plain": 4.0, "builtin": 16.0}
 
 
 def test_agreement_names_the_first_difference() -> None:
@@ -182,6 +186,17 @@ def test_memory_limits_are_those_that_are_stated(tmp_path: pathlib.Path, capsys:
     )
     ratio = float(lines["--enable-hier"].split("--hicache-ratio ")[1].split()[0])
     assert 112_000 * ratio == pytest.approx(7 * 69_248, abs=100)
+
+
+def test_the_elastic_border_begins_with_plains_tokens(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture) -> None:
+    """Goal: both of ours have equal memory and equal logical tokens. Method: the commands and pools of a dry run."""
+    assert _bench(tmp_path, "--systems", "ours,ours_elastic", "--plain-tokens", "64000", "--dry-run") == 0
+    fixed, elastic, _ = capsys.readouterr().out.splitlines()
+    assert "--max-total-tokens 64000" in elastic and '"elastic_border": true' in elastic
+    assert "--max-total-tokens 64000" not in fixed and "elastic_border\"" not in fixed
+    pools = bench_agent.pools_of(bench_agent.parse_arguments([str(tmp_path), "--out", str(tmp_path), "--commit", "x"]))
+    assert pools["ours"].logical_tokens == pools["ours_elastic"].logical_tokens
+    assert pools["ours"].gpu_bytes == pools["ours_elastic"].gpu_bytes
 
 
 def test_picture(tmp_path: pathlib.Path) -> None:

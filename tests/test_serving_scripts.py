@@ -444,3 +444,12 @@ def test_result_rows_of_another_form_are_refused(tmp_path: pathlib.Path) -> None
     assert document["commit"] == "new"
     assert [(row["case"], row["identical"]) for row in document["rows"]] == [("b", 0), ("a", 5)]
     assert json.loads(base.read_text())["commit"] == "old"
+
+
+def test_rows_of_656_bytes_run_on_the_backend_that_hisparse_takes(tmp_path: pathlib.Path) -> None:
+    """Goal: --kv-dtype fp8_e4m3 starts servers that SGLang accepts. Method: both backends in the command of each dtype."""
+    paths, spec = server.Paths(tmp_path, tmp_path), verify_server.SPECS["ours"]
+    for kv_dtype, backend in (("bfloat16", "flashmla_sparse"), ("fp8_e4m3", "flashmla_kv")):
+        command = server.command_line(spec, paths, server.Limits(kv_dtype=kv_dtype), 1)
+        assert command[command.index("--kv-cache-dtype") + 1] == kv_dtype
+        assert [command[command.index(f"--dsa-{phase}-backend") + 1] for phase in ("prefill", "decode")] == [backend] * 2

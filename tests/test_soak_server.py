@@ -229,3 +229,13 @@ def test_servers_of_the_soak(tmp_path: pathlib.Path, capsys: pytest.CaptureFixtu
     config = pytest.importorskip("sglang_hisparse.config", reason="the package is not importable")
     text = shlex.split(pinned)[shlex.split(pinned).index("--hisparse-config") + 1]
     assert config.parse_config(text).host_pool_gib == 64 and config.parse_config(text).host_to_device_ratio is None
+
+
+def test_further_keys_reach_the_server_under_test_alone(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Goal: a soak can be run with any key of the config. Method: --config beside --dry-run; which commands carry it."""
+    arguments = _arguments(tmp_path, "--dry-run", "--pinned-gib", "2", "--config", '{"elastic_border": true}')
+    assert soak_server.main(arguments) == 0
+    carrying = [line for line in capsys.readouterr().out.splitlines() if '"elastic_border": true' in line]
+    assert len(carrying) == 1 and '"host_to_device_ratio": 3' in carrying[0]

@@ -192,7 +192,8 @@ def ratios(rows: Sequence[Mapping[str, Any]], outputs: Mapping[int, int]) -> lis
     """Ours against the others per number of conversations, over the turns that all systems there have.
 
     ttft_over_ours: mean TTFT of turns 2 and later, of each other system over ours. throughput_over: ours over the best
-    other, which is named. A number of conversations with one system alone has no entry.
+    other, which is named. A number of conversations with one system alone has no entry. With ours_elastic there is a second
+    entry, with the key system.
     """
     entries = []
     for count in dict.fromkeys(row["conversations"] for row in rows):
@@ -200,16 +201,16 @@ def ratios(rows: Sequence[Mapping[str, Any]], outputs: Mapping[int, int]) -> lis
         systems = dict.fromkeys(row["system"] for row in mine)
         shared = set.intersection(*({row["turn"] for row in mine if row["system"] == name} for name in systems))
         table = {one["system"]: one for one in totals([row for row in mine if row["turn"] in shared], outputs)}
-        others = [one for name, one in table.items() if name != "ours"]
-        if "ours" not in table or not others:
-            continue
-        best = max(others, key=lambda one: one["output_tok_s"])
-        ours = table["ours"]
-        entry = {"conversations": count, "turns": len(shared), "best_other": best["system"]}
-        entry["throughput_over_best_other"] = round(ours["output_tok_s"] / best["output_tok_s"], 3)
-        if ours["ttft_s_later"]:
-            entry["ttft_over_ours"] = {
-                one["system"]: round(one["ttft_s_later"] / ours["ttft_s_later"], 2) for one in others
-            }
-        entries.append(entry)
+        others = [one for name, one in table.items() if not name.startswith("ours")]
+        for ours in (one for name, one in table.items() if name.startswith("ours") and others):
+            best = max(others, key=lambda one: one["output_tok_s"])
+            entry = {"conversations": count, "turns": len(shared), "best_other": best["system"]}
+            if ours["system"] != "ours":
+                entry["system"] = ours["system"]
+            entry["throughput_over_best_other"] = round(ours["output_tok_s"] / best["output_tok_s"], 3)
+            if ours["ttft_s_later"]:
+                entry["ttft_over_ours"] = {
+                    one["system"]: round(one["ttft_s_later"] / ours["ttft_s_later"], 2) for one in others
+                }
+            entries.append(entry)
     return entries

@@ -13,6 +13,7 @@ LABELS = {
     "plain_hicache": "plain with HiCache",
     "builtin": "built-in HiSparse",
     "ours": "ours",
+    "ours_elastic": "ours, elastic border",
 }
 
 

@@ -75,12 +75,13 @@ class Limits:
 def command_line(spec: ServerSpec, paths: Paths, limits: Limits, port: int) -> list[str]:
     """The argument vector of the server."""
     sizes = [str(size) for size in (1, 2, 4, 8, 12, 16, 24, 32, 48, 64) if size <= limits.max_running]
+    backend = "flashmla_kv" if limits.kv_dtype == "fp8_e4m3" else "flashmla_sparse"  # those that HiSparse takes
     command = [
         sys.executable, "-m", "sglang.launch_server", "--host", "127.0.0.1", "--port", str(port),
         "--model-path", str(paths.model.resolve()), "--log-level", "warning",
         "--skip-tokenizer-init", "--skip-server-warmup",
         "--kv-cache-dtype", limits.kv_dtype,
-        "--dsa-prefill-backend", "flashmla_sparse", "--dsa-decode-backend", "flashmla_sparse",
+        "--dsa-prefill-backend", backend, "--dsa-decode-backend", backend,
         "--mem-fraction-static", str(limits.mem_fraction), "--max-running-requests", str(limits.max_running),
         "--cuda-graph-bs-decode", *sizes, "--disable-prefill-cuda-graph",
         "--chunked-prefill-size", str(limits.chunk_tokens), "--max-total-tokens", str(limits.pool_tokens),

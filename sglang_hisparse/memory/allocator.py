@@ -54,6 +54,7 @@ class HiSparseAllocator(HiSparseTokenToKVPoolAllocator):
         self._kvcache = kvcache
         self._size_full = logical_tokens(size, host_to_device_ratio, page_size)
         self._size_hisparse = size // page_size * page_size
+        self._is_on_cpu = torch.device(device).type == "cpu"
         self.compress_ratio = 1
         self.dtype, self.device, self.page_size, self.need_sort = dtype, device, page_size, need_sort
         # No device free list exists; SGLang's page census skips a pool that has none.
@@ -144,7 +145,7 @@ class HiSparseAllocator(HiSparseTokenToKVPoolAllocator):
 
     def ids_to_device(self, ids: torch.Tensor) -> torch.Tensor:
         """A CPU tensor of ids on the pool's device, without waiting for it."""
-        if torch.device(self.device).type == "cpu":
+        if self._is_on_cpu:
             return ids.clone()
         return ids.pin_memory().to(self.device, non_blocking=True)
 
@@ -166,7 +167,7 @@ class HiSparseAllocator(HiSparseTokenToKVPoolAllocator):
         """Ids int64 [extend_num_tokens] for the tokens after each prefix, request after request; None: does not fit."""
         slots = self.runtime.extend_slots
         starts, ends = prefix_lens_cpu.tolist(), seq_lens_cpu.tolist()
-        if not self._append_pages(slots, ends):
+        if not self._append_pages(np.asarray(slots, dtype=np.int64), seq_lens_cpu.numpy()):
             return None
         parts = []
         for slot, start, end in zip(slots, starts, ends, strict=True):
@@ -181,29 +182,28 @@ class HiSparseAllocator(HiSparseTokenToKVPoolAllocator):
         self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor, **kwargs: Any
     ) -> torch.Tensor | None:
         """Ids int64 [batch] for token seq_len - 1 of each request of the decode batch; None: does not fit."""
-        slots = self.runtime.decode_slots
-        lengths = seq_lens_cpu.numpy()
-        if not self._append_pages(slots, lengths.tolist()):
+        slots, lengths = np.asarray(self.runtime.decode_slots, dtype=np.int64), seq_lens_cpu.numpy()
+        positions, book = lengths - 1, self.residency.book
+        index = positions // self.page_size
+        # Most decode steps need no page.
+        if np.count_nonzero(index >= book.num_pages[slots]) and not self._append_pages(slots, lengths):
             return None
-        positions = lengths - 1
-        pages = self.residency.book.slot_pages[slots, positions // self.page_size].astype(np.int64)
-        return self.ids_to_device(torch.from_numpy(pages * self.page_size + positions % self.page_size))
+        pages = book.slot_pages[slots, index]
+        return self.ids_to_device(torch.from_numpy(positions + (pages - index) * self.page_size))
 
-    def _append_pages(self, slots: list[int], seq_lens: list[int]) -> bool:
-        """Give each slot the pages that its length needs, all or nothing."""
+    def _append_pages(self, slots: np.ndarray, seq_lens: np.ndarray) -> bool:
+        """Give each slot int64 [n] the pages that its length int64 [n] needs, all or nothing."""
         book = self.residency.book
-        missing = [-(-length // self.page_size) - int(book.num_pages[slot]) for slot, length in zip(slots, seq_lens, strict=True)]
-        total = sum(count for count in missing if count > 0)
-        if total == 0:
-            return True
-        if total > book.num_free or not self.runtime.make_room(total):
+        missing = -(-seq_lens // self.page_size) - book.num_pages[slots]
+        short = np.flatnonzero(missing > 0)
+        counts = missing[short].tolist()
+        if (total := sum(counts)) > book.num_free or not self.runtime.make_room(total):
             return False
         pages = book.allocate(total)
         start = 0
-        for slot, count in zip(slots, missing, strict=True):
-            if count > 0:
-                self.residency.append(slot, pages[start : start + count])
-                start += count
+        for slot, count in zip(slots[short].tolist(), counts, strict=True):
+            self.residency.append(slot, pages[start : start + count])
+            start += count
         return True
 
     def alloc(self, need_size: int) -> None:

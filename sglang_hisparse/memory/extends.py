@@ -40,12 +40,12 @@ class _Request:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """The slots of the batch that was allocated last, the lengths that its forward brings them to, whether they decode then;
-    new_tokens: those of an extend, over all its requests."""
+    """The slots of the batch that was allocated last, the lengths that its forward brings them to, whether they decode then
+    (lists, or arrays [n]); new_tokens: those of an extend, over all its requests."""
 
-    slots: list[int]
-    seq_lens: list[int]
-    prefill_ends: list[bool]
+    slots: Sequence[int] | np.ndarray
+    seq_lens: Sequence[int] | np.ndarray
+    prefill_ends: Sequence[bool] | np.ndarray
     is_extend: bool
     new_tokens: int = 0
 

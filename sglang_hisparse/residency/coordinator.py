@@ -58,6 +58,7 @@ class ResidencyCoordinator(HostCopies):
         self.limits = limits
         self.device_pages = device_pages
         self.hot_lease: dict[int, list[int]] = {}  # slot -> device pages
+        self._checked: tuple[int, bytes] = -1, b""  # moves of the book and request slots of the last step that was checked
         self._reset_plan()
 
     def _reset_plan(self) -> None:
@@ -132,18 +133,19 @@ class ResidencyCoordinator(HostCopies):
         self.step += 1
         book = self.book
         slot_array = np.asarray(slots, dtype=np.int64)
-        full_pages = np.minimum(np.asarray(seq_lens, dtype=np.int64) // self.limits.page_size, book.num_pages[slot_array])
-        ended = np.asarray(prefill_ends, dtype=bool) & book.prefilling[slot_array]
+        full_pages = np.asarray(seq_lens, dtype=np.int64) // self.limits.page_size
+        moving = (full_pages > book.sealed[slot_array]) | book.prefilling[slot_array]
         # Most decode steps fill no page: only the rows that do are looked at one by one.
-        for index in np.flatnonzero((full_pages > book.sealed[slot_array]) | ended).tolist():
-            slot, full = int(slot_array[index]), int(full_pages[index])
+        for index in np.flatnonzero(moving).tolist():
+            slot = int(slot_array[index])
+            full, ended = min(int(full_pages[index]), int(book.num_pages[slot])), bool(prefill_ends[index] and book.prefilling[slot])
             for page in book.slot_pages[slot, book.sealed[slot] : full].tolist():
                 if book.state[page] == _OPEN:
                     book.state[page] = _DIRTY
                     self._dirty[page] = None
             book.sealed[slot] = max(int(book.sealed[slot]), full)
-            if ended[index]:
-                book.prefilling[slot] = False
+            if ended:
+                book.end_prefill(slot)
                 self._hold_tail_only(slot)
             elif book.streams(slot):
                 book.set_held_from(slot, int(book.sealed[slot]))
@@ -185,23 +187,29 @@ class ResidencyCoordinator(HostCopies):
     def free(self, pages: Iterable[int]) -> None:
         """Logical pages end. Their ids and device pages may be handed out at once: every change of what a launched forward
         reads is queued for the next plan, which runs behind that forward."""
-        for page in pages:
-            state = self.book.state[page]
-            if state == _FREE:
-                raise InvariantError(f"logical page {page} is freed twice")
-            if state != _HOST:
-                self.device_pages.release((int(self.book.device_page[page]),), Owner.RESIDENT, page)
-            self.book.state[page] = _FREE
-            self._set_device_page(page, 0)
-            self.book.forget_transfer(page)
+        book, ended = self.book, list(pages)
+        if not ended:
+            return
+        index = np.asarray(ended, dtype=np.int64)
+        state = book.state[index]
+        if (state == _FREE).any() or len(set(ended)) != len(ended):
+            page = next(page for at, page in enumerate(ended) if state[at] == _FREE or page in ended[:at])
+            raise InvariantError(f"logical page {page} is freed twice")
+        resident = index[state != _HOST]
+        self.device_pages.release(book.device_page[resident].tolist(), Owner.RESIDENT, resident)
+        book.state[index] = _FREE
+        self._forget_device_pages(ended, index)
+        book.forget_transfer(index)
+        for page in ended:
             self._dirty.pop(page, None)
-            self.book.give_back(page)
+        book.give_back(ended)
 
     def adopt(self, pages: Iterable[int]) -> None:
         """Pages that `book.allocate` gave, whose host rows have been filled by the CPU, begin their life host-only.
 
         The caller has waited for readers and host writes of their former owners (`is_landing_target`, R7).
         """
+        self.book.moves += 1
         for page in pages:
             if self.book.state[page] != _FREE or not self.is_landing_target(page):
                 raise InvariantError(f"logical page {page} is {PageState(self.book.state[page]).name} and cannot be adopted")
@@ -213,7 +221,16 @@ class ResidencyCoordinator(HostCopies):
         self._table_changes[page] = None
         self._promotions.pop(page, None)
 
+    def _forget_device_pages(self, pages: list[int], index: np.ndarray) -> None:
+        """`_set_device_page` to none, of many pages; index: the same as an array."""
+        self.book.device_page[index] = 0
+        self._table_changes.update(dict.fromkeys(pages))
+        if self._promotions:
+            for page in pages:
+                self._promotions.pop(page, None)
+
     def _rehome(self, old: int, page: int) -> None:
+        self.book.moves += 1
         device_page = int(self.book.device_page[old])
         is_promoted = old in self._promotions  # its bytes are still to come, from either host row
         self.device_pages.transfer(device_page, page)
@@ -236,23 +253,28 @@ class ResidencyCoordinator(HostCopies):
 
     def spill(self, pages: Iterable[int]) -> None:
         """Give up the device pages of `pages`, whose host copies are complete or on the copy stream (I1, R19)."""
-        book = self.book
-        for page in pages:
-            if not (book.state[page] == _CLEAN or (book.state[page] == _MIRRORING and book.enqueued[page])):
-                raise InvariantError(f"I1: page {page} is {PageState(book.state[page]).name}, its host copy is not on its way")
-            if book.holds[page] or book.unleased[page]:
-                raise InvariantError(f"R19: page {page} has {book.holds[page]} holds, {book.unleased[page]} users without a lease")
-            self.device_pages.release((int(book.device_page[page]),), Owner.RESIDENT, page)
-            self._wait_transfer_id = max(self._wait_transfer_id, int(book.transfer[page]))
-            self._set_device_page(page, 0)
-            book.state[page] = _HOST
-            self.counters.pages_spilled += 1
+        book, spilled = self.book, list(pages)
+        if not spilled:
+            return
+        index = np.asarray(spilled, dtype=np.int64)
+        state = book.state[index]
+        for page in index[(state != _CLEAN) & ~((state == _MIRRORING) & book.enqueued[index])].tolist():
+            raise InvariantError(f"I1: page {page} is {PageState(book.state[page]).name}, its host copy is not on its way")
+        for page in index[(book.holds[index] != 0) | (book.unleased[index] != 0)].tolist():
+            raise InvariantError(f"R19: page {page} has {book.holds[page]} holds, {book.unleased[page]} users without a lease")
+        book.moves += 1
+        self.device_pages.release(book.device_page[index].tolist(), Owner.RESIDENT, index)
+        self._wait_transfer_id = max(self._wait_transfer_id, int(book.transfer[index].max()))
+        book.state[index] = _HOST
+        self._forget_device_pages(spilled, index)
+        self.counters.pages_spilled += len(spilled)
 
     def promote(self, pages: Sequence[int]) -> bool:
         """Bring host-only pages back before the next forward. False: too few device pages are free; nothing is done then."""
         device_pages = self.device_pages.lease(len(pages), Owner.RESIDENT, 0)
         if device_pages is None:
             return False
+        self.book.moves += 1
         for page, device_page in zip(pages, device_pages, strict=True):
             if self.book.state[page] != _HOST:
                 raise InvariantError(f"page {page} is {PageState(self.book.state[page]).name}, only a host-only page is promoted")
@@ -326,9 +348,12 @@ class ResidencyCoordinator(HostCopies):
 
     def take_plan(self) -> StepPlan:
         """Everything that the next forward must find done on its stream; the plan is empty when nothing changed."""
+        wait_transfer_id = max(self._wait_transfer_id, self._overdue_transfer())
+        if not (wait_transfer_id or self._table_changes or self._lease_changes or self._vacates):
+            return StepPlan(self.step, 0, (), (), ())  # who promotes or moves a page changes the table
         plan = StepPlan(
             step=self.step,
-            wait_transfer_id=max(self._wait_transfer_id, self._overdue_transfer()),
+            wait_transfer_id=wait_transfer_id,
             promotions=tuple(Promotion(page, device_page) for page, device_page in self._promotions.items()),
             table=tuple((page, int(self.book.device_page[page])) for page in self._table_changes),
             leases=tuple(LeaseChange(slot, tuple(self.hot_lease.get(slot, ()))) for slot in self._lease_changes),
@@ -362,7 +387,11 @@ class ResidencyCoordinator(HostCopies):
 
     def check_step(self, slots: Sequence[int]) -> None:
         """Every request of the coming forward that has a host-only page holds a lease (R19)."""
-        leased = self.book.leased[np.asarray(slots, dtype=np.int64)]
-        for slot in np.asarray(slots)[~leased].tolist():
-            if self.book.host_pages(slot):
-                raise InvariantError(f"R19: request slot {slot} has host-only pages and no hot lease")
+        slot_array = np.asarray(slots, dtype=np.int64)
+        key = self.book.moves, slot_array.tobytes()
+        if key == self._checked:
+            return  # as it was in the step before
+        self._checked = key
+        unleased = slot_array[~self.book.leased[slot_array]]
+        for slot in unleased[self.book.host_counts(unleased) != 0].tolist():
+            raise InvariantError(f"R19: request slot {slot} has host-only pages and no hot lease")

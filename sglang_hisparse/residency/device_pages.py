@@ -69,20 +69,24 @@ class DevicePages:
             raise InvariantError(f"I2: device page {page} is {Owner(self.owner[page]).name}, only a resident page moves")
         self.owner_id[page] = owner_id
 
-    def release(self, pages: Sequence[int], owner: Owner, owner_id: int | None = None) -> None:
-        """Give pages back; `owner` (and `owner_id`, where given) must be who holds them now."""
-        for page in pages:
-            held = self.owner[page]
-            if held != owner or (owner_id is not None and self.owner_id[page] != owner_id):
-                raise InvariantError(
-                    f"I2: device page {page} belongs to {Owner(held).name} {self.owner_id[page]}, "
-                    f"{owner.name} {owner_id} gave it back"
-                )
-            if page > self.num_usable:
-                self.owner[page] = _WITHHELD
-                continue
-            self.owner[page] = _FREE
-            self._free.append(page)
+    def release(self, pages: Sequence[int], owner: Owner, owner_id: int | np.ndarray | None = None) -> None:
+        """Give pages back; `owner` (and `owner_id`, where given: of all, or int64 of each) must be who holds them now."""
+        index = np.asarray(pages, dtype=np.int64)
+        wrong = self.owner[index] != int(owner)
+        if owner_id is not None:
+            wrong |= self.owner_id[index] != owner_id
+        if wrong.any() or len(set(pages)) != len(pages):
+            at = int(np.argmax(wrong))
+            raise InvariantError(
+                f"I2: device page {pages[at]} belongs to {Owner(self.owner[pages[at]]).name} {self.owner_id[pages[at]]}, "
+                f"{owner.name} gave it back, of {len(pages)} pages"
+            )
+        if self.num_usable < self.num_pages:
+            self.owner[index] = np.where(index > self.num_usable, _WITHHELD, _FREE)
+            self._free += [page for page in pages if page <= self.num_usable]
+        else:
+            self.owner[index] = _FREE
+            self._free += pages
 
     # -- the border -------------------------------------------------------------------------------------------------
 

@@ -109,6 +109,8 @@ class HostCopies:
                 self.counters.stale_acknowledgements += 1
                 continue
             self.book.enqueued[page] = True
+            if not self.book.users[page]:
+                self.book.moves += 1  # one page more that nobody uses can leave without a copy
             self.failures_in_row = 0
             self._note_enqueued(transfer_id)
             if early is not None:

@@ -52,6 +52,12 @@ class PageBook:
         self.misses = np.zeros(slots)  # rows that its request fetches per decode step, equal on all ranks; 0: few, or unknown
         # Requests that the slot has had, so that counts of one are not taken for another's. Never goes back.
         self.lives = np.zeros(slots, dtype=np.int64)
+        # Rises with every change on which figures that are kept between two steps depend: host-only pages of slots, their
+        # leases and needs, pages that nobody uses. Steps that only fill pages leave it as it is. Never goes back.
+        self.moves = 0
+        self._host_counts = np.zeros(slots, dtype=np.int64)
+        self._counted_at = np.full(slots, -1, dtype=np.int64)  # `moves` when the slot's host-only pages were counted
+        self._committed = (-1, 0)  # `moves`, and the sum of `worst_pages` then
         self.num_usable = limits.steps[0].logical_pages  # logical pages 1..num_usable have index-K, and may be handed out
         self._free: list[int] = []
         self.clear()
@@ -65,6 +71,7 @@ class PageBook:
         ):  # fmt: skip
             array.fill(0)
         self.generation += 1
+        self.moves += 1
         self._free = list(range(self.num_usable, 0, -1))
 
     # -- logical ids ------------------------------------------------------------------------------------------------
@@ -83,12 +90,14 @@ class PageBook:
         del self._free[-count:]
         return pages
 
-    def give_back(self, page: int) -> None:
-        """Return one logical page whose state is FREE and that no slot maps."""
-        if self.users[page] or self.holds[page]:
+    def give_back(self, pages: Sequence[int]) -> None:
+        """Return logical pages whose state is FREE and that no slot maps."""
+        index = np.asarray(pages, dtype=np.int64)
+        for page in index[(self.users[index] != 0) | (self.holds[index] != 0)].tolist():
             raise InvariantError(f"logical page {page} is freed with {self.users[page]} users, {self.holds[page]} holds")
-        self.generation[page] += 1
-        self._free.append(page)
+        self.moves += 1
+        self.generation[index] += 1
+        self._free += pages
 
     def extend_to(self, num_usable: int) -> None:
         """Logical pages up to this one have index-K now. They are handed out after those that are free already."""
@@ -106,6 +115,7 @@ class PageBook:
     def open_slot(self, slot: int, *, prefilling: bool, prompt_pages: int, final_pages: int) -> None:
         if self.live[slot]:
             raise InvariantError(f"request slot {slot} still has the pages of its last request")
+        self.moves += 1
         self.live[slot] = True
         self.lives[slot] += 1
         self.prefilling[slot] = prefilling
@@ -122,6 +132,8 @@ class PageBook:
         index = np.asarray(pages, dtype=np.int32)
         self.slot_pages[slot, start:end] = index
         self.num_pages[slot] = end
+        if end > self.final_pages[slot]:
+            self.moves += 1  # it needs more than was estimated
         np.add.at(self.users, index, 1)
         if not self.leased[slot]:
             np.add.at(self.unleased, index, 1)
@@ -132,6 +144,7 @@ class PageBook:
         end = min(end, int(self.num_pages[slot]))
         if start >= end:
             return []
+        self.moves += 1
         row = self.slot_pages[slot, start:end]
         mapped = row != PAD_PAGE
         index = row[mapped]
@@ -146,6 +159,7 @@ class PageBook:
 
     def replace_page(self, slot: int, position: int, page: int) -> int:
         """Put `page` at `position` of the slot's row and return the page that was there."""
+        self.moves += 1
         old = int(self.slot_pages[slot, position])
         held = int(position >= self.held_from[slot])
         for target, sign in ((old, -1), (page, 1)):
@@ -160,6 +174,7 @@ class PageBook:
 
     def close_slot(self, slot: int) -> None:
         """The slot maps nothing any more."""
+        self.moves += 1
         self.unmap_pages(slot, 0, int(self.num_pages[slot]))
         for array in (
             self.num_pages, self.held_from, self.sealed, self.live, self.prefilling, self.prompt_pages, self.final_pages,
@@ -184,13 +199,21 @@ class PageBook:
     def set_leased(self, slot: int, leased: bool) -> None:
         if bool(self.leased[slot]) == leased:
             return
+        self.moves += 1
         self.leased[slot] = leased
         row = self.pages(slot)
         np.add.at(self.unleased, row[row != PAD_PAGE], -1 if leased else 1)
 
     def hold(self, pages: Sequence[int], sign: int) -> None:
         """Keep `pages` on the device (+1), or let them go again (-1): a batch's prefixes while it is being allocated."""
-        np.add.at(self.holds, np.asarray(pages, dtype=np.int32), sign)
+        if len(pages):
+            self.moves += 1
+            np.add.at(self.holds, np.asarray(pages, dtype=np.int32), sign)
+
+    def end_prefill(self, slot: int) -> None:
+        """The slot decodes from now on."""
+        self.moves += 1
+        self.prefilling[slot] = False
 
     def streams(self, slot: int) -> bool:
         """Whether the slot is being prefilled by extends that may read host-only pages: only those hold a lease by then."""
@@ -211,6 +234,15 @@ class PageBook:
         row = self.pages(slot)
         return int(np.count_nonzero(self.state[row] == _HOST))
 
+    def host_counts(self, slots: np.ndarray) -> np.ndarray:
+        """`host_pages` of slots int64 [n], int64 [n]; counted anew only after a move."""
+        stale = slots[self._counted_at[slots] != self.moves]
+        if stale.size:
+            rows = self.slot_pages[stale, : self.num_pages[stale].max()]
+            self._host_counts[stale] = np.count_nonzero(self.state[rows] == _HOST, axis=1)
+            self._counted_at[stale] = self.moves
+        return self._host_counts[slots]
+
     def is_host_only(self, page: int) -> bool:
         return self.state[page] == _HOST
 
@@ -228,8 +260,11 @@ class PageBook:
 
     def committed_pages(self) -> int:
         """`worst_pages` of all live requests."""
-        return int(self.worst_pages().sum())
+        if self._committed[0] != self.moves:
+            self._committed = self.moves, int(self.worst_pages().sum())
+        return self._committed[1]
 
-    def forget_transfer(self, page: int) -> None:
+    def forget_transfer(self, page: int | np.ndarray) -> None:
+        """Of one page, or of several."""
         self.transfer[page] = NO_TRANSFER
         self.enqueued[page] = False

@@ -1,8 +1,9 @@
 """Which pages leave the device, which come back, and when.
 
 Called by the runtime at two moments: `make_room` before an allocation that needs more device pages than are free, and
-`tick` before each forward. Both only call the coordinator's transactions; they keep no state of their own, and they look at
-nothing that differs between the ranks of a tensor-parallel group (completion of copies in particular).
+`tick` before each forward. Both only call the coordinator's transactions; what they keep are figures of the book that hold
+until it notes a move, and they look at nothing that differs between the ranks of a tensor-parallel group (completion of
+copies in particular).
 
 Order of victims (design section 3): pages that no running request uses, least recently used first; then older pages of
 requests that already hold a lease; then the request that gains most by going mixed, where the pages it gives back exceed
@@ -25,16 +26,26 @@ class SpillPolicy:
 
     def __init__(self, coordinator: ResidencyCoordinator) -> None:
         self.coordinator = coordinator
+        self._watermarks = (-1, (0, 0))  # of so many usable device pages
+        self._looked_at = -1  # `moves` of the book when these were counted:
+        self._fewest_host_pages: int | None = None  # of a request that could be promoted; None: there is none
+        self._num_unused = 0
 
     @property
     def watermark_low_pages(self) -> int:
         """Pages are spilled when fewer than this are free."""
-        return self.coordinator.policy.watermark_pages(self.coordinator.device_pages.num_usable)[0]
+        return self._watermark_pages()[0]
 
     @property
     def watermark_high_pages(self) -> int:
         """A spill goes on until this many are free."""
-        return self.coordinator.policy.watermark_pages(self.coordinator.device_pages.num_usable)[1]
+        return self._watermark_pages()[1]
+
+    def _watermark_pages(self) -> tuple[int, int]:
+        num_usable = self.coordinator.device_pages.num_usable
+        if self._watermarks[0] != num_usable:
+            self._watermarks = num_usable, self.coordinator.policy.watermark_pages(num_usable)
+        return self._watermarks[1]
 
     # -- before an allocation ---------------------------------------------------------------------------------------
 
@@ -161,7 +172,7 @@ class SpillPolicy:
         """Mirror what is sealed, keep the watermark, promote when there is room. The budget bounds the work of one step."""
         coordinator = self.coordinator
         policy = coordinator.policy
-        if policy.mirroring == Mirroring.EAGER and not coordinator.link_rests:
+        if coordinator.num_dirty and policy.mirroring == Mirroring.EAGER and not coordinator.link_rests:
             coordinator.mirror(coordinator.mirror_backlog(policy.mirror_pages_per_step))
         if policy.mode == ResidencyMode.ALWAYS_HOST:
             self._send_all_to_host()
@@ -198,14 +209,12 @@ class SpillPolicy:
         of it fits. One that is still being prefilled by streaming is passed over: its pages leave as fast as they come.
         """
         coordinator, book = self.coordinator, self.coordinator.book
-        leased = [slot for slot in np.flatnonzero(book.leased & book.live & ~book.prefilling).tolist()]
-        if not leased:
-            return
-        unused = self._unused_pages()
-        room = coordinator.device_pages.num_free + unused.size - self.watermark_high_pages
+        room = self._room_to_promote()
         if room <= 0:
             return
-        sized = [(count, slot) for slot in leased if (count := book.host_pages(slot)) <= room]
+        leased, unused = self._leased_decoding(), self._unused_pages()
+        counts = zip(book.host_counts(leased).tolist(), leased.tolist(), strict=True)
+        sized = [(count, slot) for count, slot in counts if count <= room]
         # First those that have nothing left to bring back: their leases end.
         for count, slot in sorted(sized, key=lambda item: (item[0] > 0, -book.misses[item[1]] / max(item[0], 1), item)):
             row = book.pages(slot)
@@ -221,8 +230,31 @@ class SpillPolicy:
             if batch:
                 return
 
-    def _unused_pages(self) -> np.ndarray:
-        """Resident pages of no request that could leave without a copy, least recently used first."""
+    def _room_to_promote(self) -> int:
+        """Device pages that could be had for what comes back, the high watermark left free; 0 where no request fits.
+
+        Most steps move nothing: they ask with the figures of the last one that did.
+        """
         book = self.coordinator.book
-        pages = np.flatnonzero(book.releasable() & (book.users == 0) & (book.holds == 0))
-        return pages[np.lexsort((pages, book.last_use[pages]))]
+        if self._looked_at != book.moves:
+            self._looked_at, leased = book.moves, self._leased_decoding()
+            self._fewest_host_pages = int(book.host_counts(leased).min()) if leased.size else None
+            self._num_unused = int(np.count_nonzero(self._is_unused())) if leased.size else 0
+        if self._fewest_host_pages is None:
+            return 0
+        room = self.coordinator.device_pages.num_free + self._num_unused - self.watermark_high_pages
+        return room if room > 0 and self._fewest_host_pages <= room else 0
+
+    def _leased_decoding(self) -> np.ndarray:
+        book = self.coordinator.book
+        return np.flatnonzero(book.leased & book.live & ~book.prefilling)
+
+    def _is_unused(self) -> np.ndarray:
+        """Bool per page: resident, of no request, and it could leave without a copy."""
+        book = self.coordinator.book
+        return book.releasable() & (book.users == 0) & (book.holds == 0)
+
+    def _unused_pages(self) -> np.ndarray:
+        """Such pages, least recently used first."""
+        pages = np.flatnonzero(self._is_unused())
+        return pages[np.lexsort((pages, self.coordinator.book.last_use[pages]))]

@@ -278,8 +278,7 @@ class Prefetches:
             prefetch.lookup.cancelled = True
         if prefetch.read is not None:
             prefetch.read.stop()
-            for page in prefetch.read.pages:
-                self._residency.book.give_back(page)
+            self._residency.book.give_back(prefetch.read.pages)
 
     # -- flush ------------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from sglang_hisparse.faults import FaultSeam
@@ -209,8 +210,7 @@ class TransferWorker:
             )
             self.bytes_to_device += len(plan.promotions) * self.page_bytes * self.num_layers
         if plan.table:
-            index, value = self._to_device(list(zip(*plan.table, strict=True)))
-            apply_table_diff(self.page_table, index, value)
+            self._apply_table(plan.table)
         if plan.leases:
             self._apply_leases(plan.leases)
         if plan.vacates and self._on_gpu:
@@ -234,6 +234,13 @@ class TransferWorker:
             max_blocks=RELOCATION_BLOCKS,
         )
 
+    def _apply_table(self, table: Sequence[tuple[int, int]]) -> None:
+        """One copy to the device and one launch: index and value travel in one piece, the index as the kernel wants it."""
+        changes = np.array(table, dtype=np.int64)
+        words = np.concatenate([np.ascontiguousarray(changes[:, 0]).view(np.int32), changes[:, 1].astype(np.int32)])
+        sent, split = self._send(words), 2 * len(table)
+        apply_table_diff(self.page_table, sent[:split].view(torch.int64), sent[split:])
+
     def _apply_leases(self, leases: Sequence[LeaseChange]) -> None:
         width = self.hot_pages.shape[1]
         rows = [list(lease.device_pages) or [0] * width for lease in leases]
@@ -252,13 +259,16 @@ class TransferWorker:
 
     def _to_device(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:
         """Lists of equal length as one int32 tensor on the device; the copy is ordered on the current stream."""
-        if not self._on_gpu:
-            return torch.tensor(rows, dtype=torch.int32)
+        return self._send(np.array(rows, dtype=np.int32))
+
+    def _send(self, words: np.ndarray) -> torch.Tensor:
+        tensor = torch.from_numpy(words)
         # Page-locked memory from torch's cache is not handed out again before this copy has run.
-        return torch.tensor(rows, dtype=torch.int32, pin_memory=True).to(self.device, non_blocking=True)
+        return tensor.pin_memory().to(self.device, non_blocking=True) if self._on_gpu else tensor
 
     def _copy(self, direction: Direction, host_pages: list[int], device_pages: list[int]) -> None:
-        host, device = self._to_device([host_pages, device_pages])
+        both = self._to_device([host_pages, device_pages])
+        host, device = both[0], both[1]
         copy_pages(
             direction=direction,
             host_bases=self._host_bases,

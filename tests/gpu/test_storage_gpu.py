@@ -149,7 +149,7 @@ def test_loading_waits_for_readers_of_the_pages_last_owner(world: World, tier: S
 
 
 def test_nothing_waits_for_the_device_on_the_schedulers_thread(
-    world: World, tier: StorageTier, monkeypatch: pytest.MonkeyPatch
+    world: World, tier: StorageTier, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     """Goal: ticks are asynchronous. Method: torch reports any wait while a page is published and loaded again behind a slow forward."""
     client, pages = publish_one(world, tier)
@@ -157,8 +157,10 @@ def test_nothing_waits_for_the_device_on_the_schedulers_thread(
     world.allocator.clear()
     world.runtime.before_forward()
     monkeypatch.setenv("SGLANG_HISPARSE_SYNC_DEBUG", "error")
-    from sglang_hisparse.sync_debug import no_device_sync
+    from sglang_hisparse.sync_debug import no_device_sync, read_mode
 
+    request.addfinalizer(read_mode.cache_clear)
+    read_mode.cache_clear()
     if world.device == "cuda":
         torch.cuda._sleep(SLOW)
     with no_device_sync():
