@@ -12,6 +12,7 @@ streaming costs is set beside the link's floor. Writes streaming_h200.json into 
 """
 
 import argparse
+import json
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -39,6 +40,7 @@ class Case:
     plain_ttft_s: float
     cached_tokens: int
     streamed_extends: int
+    streamed_unions: int
     host_gb: float
     floor_ms: float
     link_ms: float
@@ -95,6 +97,7 @@ class Comparison:
             plain_ttft_s=round(sum(r.ttft_s for r in expected if r.arrivals) / len(expected), 4),
             cached_tokens=sum(reply.cached_tokens for reply in replies),
             streamed_extends=gained.get("streamed_extends", 0),
+            streamed_unions=gained.get("streamed_unions", 0),
             host_gb=round(host_gb, 3),
             floor_ms=round(1e3 * host_gb / LINK_GBPS / extends, 3),
             link_ms=round(gained.get("streamed_link_us", 0) / 1e3 / extends, 3),
@@ -155,6 +158,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--histories", type=int, default=6)
     parser.add_argument("--turn", type=int, default=500, help="new tokens of a next turn")
     parser.add_argument("--output", type=int, default=64)
+    parser.add_argument("--config", type=json.loads, default={}, help="further keys of the config of ours, as JSON")
     parser.add_argument("--port", type=int, default=30000)
     parser.add_argument("--start-timeout", type=float, default=240.0)
     parser.add_argument("--request-timeout", type=float, default=200.0)
@@ -167,7 +171,7 @@ def main(argv: list[str] | None = None) -> int:
     """0 when everything held, 1 when not."""
     args = parse_arguments(argv)
     paths = Paths(args.model, args.logs, args.site, args.plugin, args.cache)
-    config = {"prefill_scratch_tokens": -(-(args.long + 2048) // 64) * 64}
+    config = {"prefill_scratch_tokens": -(-(args.long + 2048) // 64) * 64} | args.config
     ours = ServerSpec("ours", hisparse=True, plugin=True, config=config, env={"SGLANG_HISPARSE_AUDIT": "1"})
     members = {
         "plain": Member(ServerSpec("plain"), Limits(pool_tokens=args.plain_tokens, mem_fraction=FLEET_MEM_FRACTION)),
@@ -188,6 +192,8 @@ def main(argv: list[str] | None = None) -> int:
         "commit": args.commit,
         "versions": versions(args.site),
         "pool_tokens": args.pool_tokens,
+        "turn_tokens": args.turn,
+        "config": args.config,
         "link_gbps_of_the_floor": LINK_GBPS,
         "rows": [asdict(case) for case in comparison.cases],
     }
