@@ -37,7 +37,9 @@ def test_a_server_that_streams_nothing_fails(
 ) -> None:
     """Goal: equal tokens alone prove no streaming. Method: the fake has no counters of streamed extends."""
     started, fleet = {}, verify_streaming.fleet
-    monkeypatch.setattr(verify_streaming, "fleet", lambda members, *rest: started.update(members) or fleet(members, *rest))
+    monkeypatch.setattr(
+        verify_streaming, "fleet", lambda members, *rest: started.update(members) or fleet(members, *rest)
+    )
     assert _run(fake_paths, tmp_path / "out", "--config", '{"union_extend_tokens": 0}') == 1
     printed = capsys.readouterr().out
     assert "FAILED: 0 extends were streamed" in printed and "FAILED: long: tokens" not in printed
