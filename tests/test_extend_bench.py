@@ -4,8 +4,10 @@ import itertools
 import json
 import pathlib
 import sys
+from dataclasses import replace
 
 import numpy as np
+import pytest
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "scripts"))
 
@@ -49,6 +51,23 @@ def test_the_border() -> None:
     rows = [Row(656, 700, count, 1, 10.0, took, correct=True) for count, took in points]
     assert bench_extend.crossovers(rows) == {(656, 700): 4}
     assert bench_extend.crossovers(rows[2:]) == {(656, 700): 0}
+
+
+def test_the_file_says_what_it_was_made_with(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: commit, versions and command stand before the rows. Method: the command line, with small points on the CPU."""
+    few = [replace(row, union_us=1.0) for row in bench_extend.measure("cpu", prefixes=(700,), tokens=(1,), top_k=100)]
+    monkeypatch.setattr(bench_extend, "measure", lambda device: few)
+    monkeypatch.setattr(bench_extend.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(
+        sys, "argv", ["bench_extend.py", "--commit", "abc", "--json", str(tmp_path / "new" / "extend.json")]
+    )
+    assert bench_extend.main() == 0
+    document = json.loads((tmp_path / "new" / "extend.json").read_text())
+    assert list(document) == ["commit", "versions", "command", "rows"] and document["commit"] == "abc"
+    assert document["versions"]["torch"] and document["command"].startswith(
+        "python3 scripts/bench_extend.py --commit abc"
+    )
+    assert [Row(**row) for row in document["rows"]] == few
 
 
 def committed() -> list[Row]:
