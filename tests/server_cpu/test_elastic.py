@@ -84,6 +84,31 @@ def test_the_cache_outlives_the_device_tokens_of_the_start(overlap: bool) -> Non
         finish(engine)
 
 
+def test_a_burst_is_not_held_up() -> None:
+    """Goal: prompts that come all at once seldom wait for memory to move. Method: a stream that passes a plan one iteration late; a
+    prompt takes as many pages as a step gives, over two chunks; count answers that put a request off."""
+    sizes = {"device_pages": 150, "ratio": 6, "hot_pages": 2, "max_running_requests": 24, "chunked_prefill_size": 8 * PAGE}
+    with elastic_engine(**sizes) as engine:
+        moving, border_of_server = engine.coordinator.border.memory, border(engine)
+        passed, waits = [0], []
+
+        def has_vacated() -> bool:
+            """No when it is asked about a plan for the first time."""
+            known, passed[0] = passed[0], border_of_server.begun
+            return known == border_of_server.begun
+
+        def defers(num_pages: int, ask: Any = border_of_server.defers) -> bool:
+            waits.append(ask(num_pages))
+            return waits[-1]
+
+        moving.has_vacated, border_of_server.defers = has_vacated, defers
+        handles = submit(engine, [16 * PAGE - 4] * 24, 30, seed=5)
+        engine.run_until_idle()
+        assert_outputs(handles)
+        assert border_of_server.ended > 8 and sum(waits) < 10, (border_of_server.ended, sum(waits))
+        finish(engine)
+
+
 @LOOPS
 @pytest.mark.parametrize("scratch", [0, None], ids=["resident", "streamed"])
 def test_requests_around_every_capacity(scratch: int | None, overlap: bool) -> None:
