@@ -145,9 +145,20 @@ def test_random_lives(seed: int, overlap: bool) -> None:
         engine.run_until_idle()
 
 
+def assert_usage_is_of_pages(engine: Engine) -> None:
+    """What SGLang logs and balances by is what requests hold, whatever has no memory yet."""
+    book, size = engine.coordinator.residency.book, engine.allocator.size
+    stats = engine.scheduler.pool_stats_observer.get_pool_stats()
+    held = (book.num_usable - book.num_free) * PAGE - engine.tree.evictable_size()
+    assert (stats.full_num_used, stats.full_token_usage) == (held, held / size)
+    told = engine.coordinator.get_token_stats()
+    assert (told.host_tokens, told.host_token_usage) == ((book.num_usable - book.num_free) * PAGE, (book.num_usable - book.num_free) * PAGE / size)
+    assert 0 <= told.device_token_usage <= 1
+
+
 def test_the_count_of_tokens_stays_whole() -> None:
-    """Goal: SGLang's own leak check holds with logical pages that have no memory yet. Method: it runs after every step of this
-    harness; here the parts are added up."""
+    """Goal: SGLang's own leak check holds with logical pages that have no memory yet, and its usage is right. Method: it runs after
+    every step of this harness; here the parts are added up."""
     with elastic_engine(device_pages=32, ratio=3, hot_pages=2) as engine:
         for seed in range(6):
             submit(engine, [7 * PAGE + 5], 30, seed=seed)
@@ -155,7 +166,9 @@ def test_the_count_of_tokens_stays_whole() -> None:
             allocator = engine.allocator
             book = engine.coordinator.residency.book
             assert allocator.unbacked_tokens == allocator.size - book.num_usable * PAGE
+            assert_usage_is_of_pages(engine)
         engine.run_until_idle()
+        assert_usage_is_of_pages(engine)
         parts = (engine.allocator.available_size(), engine.tree.evictable_size(), engine.tree.protected_size())
         assert sum(parts) == engine.allocator.size
         finish(engine)
