@@ -193,7 +193,8 @@ def decide_plan(
 
     device_bytes: GPU memory of one rank for the cache. host_bytes: what each of the machine's `ranks` may pin.
     host_pool_bytes: the user's cap on that. max_device_tokens: the user's cap on the device pool. scratch_tokens: see the
-    function of that name; less is planned where no request can be that long. elastic: the border between KV and index-K moves. Raises ConfigError.
+    function of that name; less is planned where no request can be that long. elastic: the border between KV and index-K
+    moves. Raises ConfigError.
     """
     scratch = scratch_tokens
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sglang_hisparse import settings
@@ -203,6 +203,15 @@ def around_clear_storage(original: Callable[..., Any], scheduler: Any, recv_req:
     return ClearHiCacheReqOutput(success=True)
 
 
+def after_token_info(stats: Any, observer: Any) -> Any:
+    """SGLang counts as used what is neither free nor evictable, logical tokens beyond the border too."""
+    allocator = observer.token_to_kv_pool_allocator
+    if isinstance(allocator, HiSparseAllocator) and allocator.unbacked_tokens:
+        used = stats.full_num_used - allocator.unbacked_tokens
+        stats = replace(stats, full_num_used=used, full_token_usage=used / stats.full_capacity)
+    return stats
+
+
 def after_get_worker_info(result: tuple, worker: Any) -> tuple:
     allocator = worker.model_runner.token_to_kv_pool_allocator
     if not isinstance(allocator, HiSparseAllocator):
@@ -346,6 +355,12 @@ HOOKS: tuple[Hook, ...] = (
         "AROUND",
         around_clear_storage,
         "the user's word to empty storage reaches ours",
+    ),
+    Hook(
+        "managers.scheduler_components.pool_stats_observer.SchedulerPoolStatsObserver._get_token_info",
+        "AFTER",
+        after_token_info,
+        "logs, metrics and load balancing show tokens in use; those without index-K yet are used by nobody",
     ),
     Hook(
         "managers.tp_worker.TpModelWorker.get_worker_info",

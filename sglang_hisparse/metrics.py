@@ -108,11 +108,19 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "pages",
         Kind.GAUGE,
-        "Logical pages by state; host: the only copy is in the host tier.",
+        "Logical pages by state; host: the only copy is in the host tier; unbacked: not to be had before memory has moved to "
+        "index-K (elastic_border).",
         "state",
-        ("free", "open", "dirty", "mirroring", "clean", "host"),
+        ("free", "open", "dirty", "mirroring", "clean", "host", "unbacked"),
     ),
     Metric("device_pages", Kind.GAUGE, "Device pages by owner.", "owner", ("free", "resident", "hot", "withheld")),
+    Metric(
+        "border_steps",
+        Kind.GAUGE,
+        "Steps of the border between KV and index-K, those taken and those left; both 0 without elastic_border.",
+        "stage",
+        ("taken", "left"),
+    ),
     Metric("device_usage", Kind.GAUGE, "Share of the device pages in use."),
     Metric("host_usage", Kind.GAUGE, "Share of the host tier's pages in use (every logical page has a home there)."),
     Metric("host_tier_bytes", Kind.GAUGE, "Pinned host memory of the host tier, used and free."),

@@ -430,9 +430,10 @@ class HiSparseRuntime:
     def get_token_stats(self) -> Any:
         from sglang.srt.managers.hisparse_coordinator import HiSparseTokenStats
 
-        device, host = self.allocator.hisparse_attn_allocator, self.allocator.logical_attn_allocator
-        used = [ledger.size - ledger.available_size() for ledger in (device, host)]
-        return HiSparseTokenStats(used[0], used[0] / device.size, used[1], used[1] / host.size)
+        device, book = self.allocator.device_pages, self.residency.book
+        on_device, in_all = device.num_usable - device.num_free, book.num_usable - book.num_free
+        shares = (on_device / device.num_usable, in_all * self.page_size / self.allocator.size)
+        return HiSparseTokenStats(on_device * self.page_size, shares[0], in_all * self.page_size, shares[1])
 
     def counters(self) -> dict[str, int]:
         """Counts since start, for logs, metrics and the statistics file; device counts lag by a few steps."""

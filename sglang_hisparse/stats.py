@@ -197,7 +197,14 @@ def _pools(runtime: HiSparseRuntime) -> Sample:
     device, host = residency.device_pages, runtime.mem_pool_host
     num_host = residency.limits.num_logical_pages
     return {
-        "pages": {state.name.lower(): int(np.count_nonzero(book.state[1:] == state)) for state in PageState},
+        "pages": {
+            **{state.name.lower(): int(np.count_nonzero(book.state[1 : book.num_usable + 1] == state)) for state in PageState},
+            "unbacked": num_host - book.num_usable,
+        },
+        "border_steps": {
+            "taken": 0 if runtime.border is None else runtime.border.border.ended,
+            "left": 0 if runtime.border is None else len(runtime.border.border.steps) - 1 - runtime.border.border.ended,
+        },
         "mirror_backlog_pages": {"waiting": residency.num_dirty, "in_flight": int(np.count_nonzero(book.transfer))},
         "device_pages": {owner.name.lower(): device.count(owner) for owner in Owner},
         "device_usage": {"": 1 - device.num_free / device.num_usable},

@@ -97,7 +97,7 @@ FLAG_RULES: tuple[FlagRule, ...] = (
     FlagRule("dcp_size", Accepts.ONE, _SPLIT_POOL),
     FlagRule("enable_kv_cache_sharding", Accepts.OFF, _SPLIT_POOL),
     FlagRule("enable_dsa_cache_layer_split", Accepts.OFF, _SPLIT_POOL),
-    FlagRule("enable_unified_memory", Accepts.OFF, "the pool's border is fixed once the page table exists"),
+    FlagRule("enable_unified_memory", Accepts.OFF, "it would resize pools whose addresses the page table and captured graphs hold"),
     FlagRule("enable_page_major_kv_layout", Accepts.OFF, "rows are addressed layer by layer"),
     FlagRule("prefill_only_disable_kv_cache", Accepts.OFF, "there would be no cache"),
     FlagRule("kv_canary", Accepts.NONE, "it reads rows by token id, and an id is not a device row"),

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from sglang_hisparse.config import GIB
+from sglang_hisparse.config import GIB, Eviction
 from sglang_hisparse.errors import ConfigError
 from sglang_hisparse.planning.model_shapes import BUILT_IN, CacheType, ModelShape, built_in, shape_from_file
 from sglang_hisparse.planning.planner import Choices, Deployment, Load, make_plan
@@ -38,6 +38,8 @@ def plan(
     overhead_gib: Annotated[float, typer.Option(min=0, help="CUDA context and communicators on each GPU.")] = 1.5,
     ratio: Annotated[float | None, typer.Option(min=1, help="host_to_device_ratio. Default: chosen for the load.")] = None,
     buffer: Annotated[int | None, typer.Option(min=1, help="device_buffer_size. Default: 2 x top-k.")] = None,
+    eviction: Annotated[Eviction, typer.Option(help="Which rows leave a hot buffer; index_score takes memory for the scores.")] = _C.eviction,
+    elastic_border: Annotated[bool, typer.Option("--elastic-border", help="Memory moves from KV to index-K as tokens are cached.")] = _C.elastic,
     host_pool_gib: Annotated[float | None, typer.Option(min=0.01, help="host_pool_gib, a bound on pinned memory per rank.")] = None,
     link_gbps: Annotated[float | None, typer.Option(min=0.1, help="Scattered rows from the host, GB/s. Default: PCIe Gen5 x16 as measured.")] = None,
     miss_rate: Annotated[list[float] | None, typer.Option(min=0, max=1, help="Share of selected rows fetched; may be repeated.")] = None,
@@ -60,7 +62,7 @@ def plan(
         weight_bytes=None if weights_gib is None else int(weights_gib * GIB),
         max_running_requests=max_running_requests,
     )
-    choices = Choices(dtype, ratio, buffer, host_pool_gib, link_gbps, tuple(miss_rate or _C.miss_rates))
+    choices = Choices(dtype, ratio, buffer, host_pool_gib, link_gbps, tuple(miss_rate or _C.miss_rates), eviction, elastic_border)
     planned = make_plan(_model(model, config_json), deployment, Load(context, output, requests), choices)
     from sglang_hisparse.planning.report import show, write_json
 

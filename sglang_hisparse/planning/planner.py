@@ -11,6 +11,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from sglang_hisparse.capacity import (
     MOST_SLOTS,
     PrefillRule,
@@ -23,10 +25,11 @@ from sglang_hisparse.capacity import (
     request_slots,
     scratch_tokens,
 )
-from sglang_hisparse.config import GIB, HiSparseConfig
+from sglang_hisparse.config import GIB, Eviction, HiSparseConfig
 from sglang_hisparse.errors import ConfigError
 from sglang_hisparse.layout import MemoryPlan, least_device_tokens, pages_for
 from sglang_hisparse.planning.model_shapes import CacheType, ModelShape
+from sglang_hisparse.residency import BorderStep
 
 HOST_RESERVE_BYTES = 10 * GIB
 """What SGLang leaves free on every machine when it sizes pinned pools."""
@@ -100,7 +103,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """Settings that are given, None: choose."""
+    """Settings that are given, None: choose. elastic: the border between KV and index-K moves (`elastic_border`)."""
 
     cache_type: CacheType = CacheType.FP8
     ratio: float | None = None
@@ -108,6 +111,8 @@ class Choices:
     host_pool_gib: float | None = None
     link_gbps: float | None = None
     miss_rates: tuple[float, ...] = (0.067, 0.134, 0.3)
+    eviction: Eviction = Eviction.LRU
+    elastic: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +212,7 @@ def memory_plan(
     shape = model.kv_shape(choices.cache_type)
     capacity = cache_bytes // shape.kv_token_bytes
     num_slots = request_slots(capacity, model.context_tokens, deployment.slots_per_cache)
-    resolved = HiSparseConfig(device_buffer_size=choices.buffer_rows).resolve(model.facts)
+    resolved = HiSparseConfig(device_buffer_size=choices.buffer_rows, eviction=choices.eviction).resolve(model.facts)
     cap = choices.host_pool_gib
     return decide_plan(
         shape,
@@ -218,6 +223,7 @@ def memory_plan(
         ratio=ratio,
         host_pool_bytes=None if cap is None else int(cap * GIB),
         scratch_tokens=scratch_tokens(shape, cache_bytes, model.context_tokens, None),
+        elastic=choices.elastic,
     )
 
 
@@ -225,14 +231,16 @@ def fits(memory: MemoryPlan, load: Load, caches: int) -> tuple[Fit, ...]:
     """Requests of `load` that run at once: plain, then full, mixed and none.
 
     plain and full: every page on the GPU. mixed: admission's own sum, one prompt being prefilled beside requests that
-    have shrunk to hot lease, tail and a page. none: no prefill at all, as where prefixes are found on the host.
+    have shrunk to hot lease, tail and a page. none: no prefill at all, as where prefixes are found on the host. Each with the
+    border where most of them fit, if it moves; prompts are as long as they may be wherever it stands.
     """
     page = memory.shape.page_size
     total, prompt = pages_for(load.total_tokens, page), pages_for(load.prompt_tokens, page)
     smallest = least_device_tokens(memory.shape, memory.hot) // page
-    device, logical = memory.device_tokens // page, memory.logical_tokens // page
+    device, tokens = _places(memory)
+    tokens //= total
     rule = PrefillRule(
-        num_device_pages=device,
+        num_device_pages=memory.least_device_tokens // page,
         hot_pages=memory.hot.lease_pages(page),
         smallest_pages=smallest,
         scratch_pages=memory.scratch_tokens // page,
@@ -242,23 +250,33 @@ def fits(memory: MemoryPlan, load: Load, caches: int) -> tuple[Fit, ...]:
     prefill = rule.decide(prompt, total, extend_tokens=load.prompt_tokens).pages
     slots = memory.hot.num_slots - 1
     too_long = load.total_tokens > longest_request_tokens(
-        memory.device_tokens, memory.logical_tokens, page, memory.scratch_tokens
+        memory.least_device_tokens, memory.logical_tokens, page, memory.scratch_tokens
     )
 
-    def fit(mode: str, *limits: tuple[int, str]) -> Fit:
-        count, bound = min((*limits, (slots, "request slots")), key=lambda limit: limit[0])
+    def fit(mode: str, pages: np.ndarray, why: str) -> Fit:
+        place = int(np.argmax(np.minimum(pages, tokens)))
+        limits = [(int(pages[place]), why), (slots, "request slots")]
+        if mode != "plain":
+            limits.insert(1, (int(tokens[place]), "tokens (index-K on the GPU, rows on the host)"))
+        count, bound = min(limits, key=lambda limit: limit[0])
         if mode != "plain" and too_long:
             count, bound = 0, "one request fits neither the GPU's pages nor the scratch while it is prefilled"
         return Fit(mode, count, count * caches, bound)
 
-    tokens = (logical // total, "tokens (index-K on the GPU, rows on the host)")
-    mixed = 1 + (device - prefill) // decoding if prefill <= device else 0
+    mixed = np.where(prefill <= device, 1 + (device - prefill) // decoding, 0)
     return (
-        fit("plain", (memory.plain_tokens // page // total, "GPU pages")),
-        fit("full", (device // total, "GPU pages"), tokens),
-        fit("mixed", (mixed, "GPU pages for hot buffers"), tokens),
-        fit("none", (device // decoding, "GPU pages for hot buffers"), tokens),
+        fit("plain", np.full_like(device, memory.plain_tokens // page // total), "GPU pages"),
+        fit("full", device // total, "GPU pages"),
+        fit("mixed", mixed, "GPU pages for hot buffers"),
+        fit("none", device // decoding, "GPU pages for hot buffers"),
     )
+
+
+def _places(memory: MemoryPlan) -> tuple[np.ndarray, np.ndarray]:
+    """Device and logical pages, int64 each, of every place where the border may stand; one place if it does not move."""
+    page = memory.shape.page_size
+    steps = memory.border or (BorderStep(memory.device_tokens // page, memory.logical_tokens // page),)
+    return tuple(np.array([(step.device_pages, step.logical_pages) for step in steps], dtype=np.int64).T)
 
 
 def link_time(model: ModelShape, choices: Choices, miss_rate: float, requests: int, plain_requests: int) -> LinkTime:
@@ -292,7 +310,7 @@ def choose_ratio(model: ModelShape, deployment: Deployment, load: Load, choices:
     is read would come over the link.
     """
     thrifty = replace(deployment, host_bytes=int(deployment.host_bytes * HOST_SHARE))
-    derived = memory_plan(model, thrifty, choices, cache_bytes, None)
+    derived = memory_plan(model, thrifty, replace(choices, elastic=False), cache_bytes, None)
     best, best_count = 1.0, -1
     for ratio in candidate_ratios(derived.ratio):
         try:
@@ -350,7 +368,7 @@ def make_plan(model: ModelShape, deployment: Deployment, load: Load, choices: Ch
         plain=plain,
         hisparse=tuple(hisparse),
         longest_request_tokens=longest_request_tokens(
-            memory.device_tokens, memory.logical_tokens, memory.shape.page_size, memory.scratch_tokens
+            memory.least_device_tokens, memory.logical_tokens, memory.shape.page_size, memory.scratch_tokens
         ),
         shortest_gain_tokens=least_device_tokens(memory.shape, memory.hot) + 1,
         link=tuple(

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sglang_hisparse import __version__
-from sglang_hisparse.config import GIB, MIB
+from sglang_hisparse.config import GIB, MIB, Eviction
 from sglang_hisparse.layout_table import plan_table
 from sglang_hisparse.planning.planner import Planned
 
@@ -32,6 +32,10 @@ def settings_of(planned: Planned) -> dict[str, Any]:
     }
     if planned.choices.host_pool_gib is not None:
         settings["host_pool_gib"] = planned.choices.host_pool_gib
+    if planned.choices.eviction is not Eviction.LRU:
+        settings["eviction"] = planned.choices.eviction.value
+    if planned.choices.elastic:
+        settings["elastic_border"] = True
     return settings
 
 
@@ -60,7 +64,7 @@ def reasons_of(planned: Planned) -> dict[str, str]:
             f"that has given up pages; rows missed on the published trace: {misses}"
         ),
     }
-    share = memory.device_tokens / max(memory.plain_tokens, 1)
+    share = memory.least_device_tokens / max(memory.plain_tokens, 1)
     wanted = "" if load.wanted is None else f", {load.wanted} wanted"
     reasons["host_to_device_ratio"] = (
         f"{memory.logical_tokens} tokens hold {planned.mixed.per_cache} requests of {load.total_tokens} tokens per cache"
@@ -73,6 +77,15 @@ def reasons_of(planned: Planned) -> dict[str, str]:
     )
     if planned.choices.host_pool_gib is not None:
         reasons["host_pool_gib"] = "as given; shrinks the ratio where it would pin more"
+    if planned.choices.eviction is not Eviction.LRU:
+        reasons["eviction"] = "as given; hot state holds the scores of a step"
+    if planned.choices.elastic:
+        at_start = memory.device_tokens / max(memory.plain_tokens, 1)
+        reasons["elastic_border"] = (
+            f"the server begins with {memory.device_tokens} tokens on the GPU, {at_start:.0%} of plain SGLang's, and comes down to "
+            f"{memory.least_device_tokens} as {memory.logical_tokens} are cached; as long as index-K of all of them has no memory, "
+            "more of what runs stays on the GPU"
+        )
     return reasons
 
 
@@ -82,7 +95,7 @@ def notes_of(planned: Planned) -> Iterator[str]:
     if mixed.total <= plain.total:
         yield f"HiSparse brings nothing here: plain SGLang runs {plain.total} requests, HiSparse {mixed.total}"
     else:
-        share = f"index-K of {planned.memory.ratio:.4g} tokens per GPU token takes its room"
+        share = f"index-K of {planned.memory.ratio_at_end:.4g} tokens per GPU token takes its room"
         between = f"; up to {plain.total} plain SGLang is ahead, since {share}" if full.total < plain.total else ""
         yield (
             f"break-even: up to {full.total} requests run from the GPU alone with either{between}; above {plain.total} "
@@ -198,6 +211,7 @@ def as_json(planned: Planned) -> dict[str, Any]:
         "host_bytes_per_token": memory.shape.kv_token_bytes,
         "index_bytes_per_token": memory.shape.index_token_bytes,
         "device_share_of_plain": memory.device_tokens / max(memory.plain_tokens, 1),
+        "least_device_tokens": memory.least_device_tokens,
         "plain_tokens": memory.plain_tokens,
         **msgspec.to_builtins(planned),
     }

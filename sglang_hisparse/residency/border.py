@@ -10,6 +10,9 @@ plan is taken. It decides; the chunks themselves are moved by a `Mover`. A move,
     MOVED      their chunks are unmapped from every layer and mapped behind index-K, on every rank
     END        only now may the logical pages that this backs be handed out
 
+A request that needs more logical pages than are free waits for the border rather than have cached prefixes evicted for it, and
+while it waits nothing is prefilled. So a move begins ahead of need, by one step; by several while requests have had to wait.
+
 At each of these moments the system is a valid one with fewer device pages or more logical ones, so what admission has promised
 holds all the time (I7): a move begins only if the live requests' worst case fits what remains. Nothing here waits for the device.
 """
@@ -30,6 +33,10 @@ MAX_STEPS_AT_ONCE = 4
 
 REST_LOOKS = 16
 """Looks without another try after room could not be made, which only failing copies cause."""
+
+HURRY_LOOKS = 64
+"""So many looks after a request had to wait, moves begin MAX_STEPS_AT_ONCE ahead of need: prefills take logical pages faster than
+single steps give them."""
 
 MAX_DEFERRALS = 64
 """Times in a row that a request is asked to wait for a move, before cached prefixes are given up for it after all."""
@@ -76,6 +83,7 @@ class Border:
         self._mover, self._agree = mover, agree
         self._wanted = 0  # logical pages that somebody would have use for, since the last look
         self._deferrals = 0
+        self._hurry = 0  # looks
         self._rest = 0
 
     # -- questions --------------------------------------------------------------------------------------------------
@@ -112,6 +120,7 @@ class Border:
         if self._deferrals >= MAX_DEFERRALS or not (self.is_moving or self._can_begin()):
             return False
         self._deferrals += 1
+        self._hurry = HURRY_LOOKS
         return True
 
     # -- moves ------------------------------------------------------------------------------------------------------
@@ -123,7 +132,8 @@ class Border:
         agreed = self._agree(int(self._mover.progress()))
         if agreed == Progress.VACATED:
             self._mover.advance()
-        elif agreed == Progress.MOVED:
+            agreed = self._agree(int(self._mover.progress()))
+        if agreed == Progress.MOVED:
             self.ended = self.begun
             self.coordinator.book.extend_to(self.steps[self.ended].logical_pages)
             self._deferrals = 0
@@ -131,14 +141,15 @@ class Border:
     def look(self) -> None:
         """Just before `take_plan`: begin a move if somebody wants more logical pages, or if few are left, since a move takes a
         few forwards."""
-        self._rest = max(0, self._rest - 1)
+        self._rest, self._hurry = max(0, self._rest - 1), max(0, self._hurry - 1)
         if self.is_moving:
             return
         wanted, self._wanted = self._wanted, 0
         if self.is_at_end or self._rest:
             return
         now, book = self.steps[self.begun].logical_pages, self.coordinator.book
-        reserve = self.steps[self.begun + 1].logical_pages - now
+        ahead = MAX_STEPS_AT_ONCE if self._hurry else 1
+        reserve = self.steps[min(self.begun + ahead, len(self.steps) - 1)].logical_pages - now
         wanted = max(wanted, book.num_usable - book.num_free + reserve)
         # Asked last: it looks at every request slot, and most looks end here.
         if wanted > now and self._fits(self.begun + 1):

@@ -23,7 +23,8 @@ class Owner(IntEnum):
     WITHHELD = 3  #: nobody: its memory is leaving, or has left, for index-K
 
 
-_FREE, _RESIDENT, _WITHHELD = int(Owner.FREE), int(Owner.RESIDENT), int(Owner.WITHHELD)  # plain numbers: compared once for every page that moves
+# As plain numbers: compared once for every page that moves.
+_FREE, _RESIDENT, _WITHHELD = int(Owner.FREE), int(Owner.RESIDENT), int(Owner.WITHHELD)
 
 
 class DevicePages:

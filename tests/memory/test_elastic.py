@@ -21,6 +21,7 @@ from sglang_hisparse.memory.elastic import ElasticMemory
 from sglang_hisparse.memory.virtual_memory import HostTwin
 from sglang_hisparse.residency import Owner, Progress
 from sglang_hisparse.residency.invariants import check
+from sglang_hisparse.stats import FetchedBytes, gather
 
 # Chunks are larger on a GPU. The border of these stands at (400, 495), (397, 991), (368, 1200).
 GPU_SIZES = Sizes(device_pages=400, ratio=3.0, context_pages=600)
@@ -212,6 +213,11 @@ def test_the_pools_at_start(world: World) -> None:
     assert world.allocator.available_size() + world.allocator.unbacked_tokens == world.allocator.size
     assert world.tree.protected_size() == world.allocator.unbacked_tokens > 0
     assert world.allocator.max_request_tokens() == (steps[-1].device_pages - 2) * PAGE
+    sample = gather(world.runtime, FetchedBytes(world.runtime.hot))
+    unbacked = steps[-1].logical_pages - steps[0].logical_pages
+    assert (sample["pages"]["free"], sample["pages"]["unbacked"]) == (steps[0].logical_pages, unbacked)
+    assert sample["border_steps"] == {"taken": 0, "left": len(steps) - 1} and sample["host_usage"] == {"": 0}
+    assert world.runtime.get_token_stats().host_tokens == 0
     assert not any(keys[:1].any() for keys in world.pool.index_k_with_scale_buffer if len(keys))
 
 
@@ -242,6 +248,8 @@ def test_lives_across_the_whole_way(world: World) -> None:
     assert world.book.num_usable == world.pool.num_logical_pages
     assert world.allocator.device_pages.num_usable == world.pool.border[-1].device_pages
     assert world.allocator.unbacked_tokens == 0 == border(world).counters()["border_steps_left"]
+    sample = gather(world.runtime, FetchedBytes(world.runtime.hot))
+    assert sample["pages"]["unbacked"] == 0 and sample["border_steps"] == {"taken": len(world.pool.border) - 1, "left": 0}
     assert world.wrong_rows(lasting) == 0
 
 

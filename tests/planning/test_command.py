@@ -55,6 +55,25 @@ def test_the_settings_are_accepted_and_each_has_its_reason() -> None:
     assert "--enable-hisparse" in words and "--attn-dp-size" in words
 
 
+def test_options_of_the_config_reach_settings_and_table(tmp_path: Path) -> None:
+    """Goal: what is asked for is planned and can be pasted. Method: both tokens of the border in the table; the settings parsed."""
+    target = tmp_path / "plan.json"
+    output = run(*NODE, "--elastic-border", "--eviction", "index_score", "--ratio", "6", "--json", str(target))
+    plan = json.loads(target.read_text())
+    resolved = parse_config(json.dumps(plan["hisparse_config"])).resolve(built_in("GLM-5.1").facts)
+    assert resolved.elastic_border and resolved.evicts_by_score
+    memory = plan["memory"]
+    assert f"{memory['device_tokens']} tokens" in output
+    assert f"{plan['least_device_tokens']} + {memory['logical_tokens']} tokens" in output
+    assert memory["device_tokens"] > 1.5 * plan["least_device_tokens"]
+    assert {"elastic_border", "eviction"} <= set(plan["reasons"])
+    json_of_default = tmp_path / "default.json"
+    run(*NODE, "--ratio", "6", "--json", str(json_of_default))
+    default = json.loads(json_of_default.read_text())
+    assert default["least_device_tokens"] == default["memory"]["device_tokens"]
+    assert not {"elastic_border", "eviction"} & set(default["hisparse_config"])
+
+
 @pytest.mark.parametrize(
     ("load", "words"),
     [

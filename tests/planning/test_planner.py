@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,7 +16,7 @@ from sglang.srt.runtime_context import get_context, get_parallel
 from transformers import PretrainedConfig
 
 from sglang_hisparse import capacity, settings
-from sglang_hisparse.config import GIB, HiSparseConfig
+from sglang_hisparse.config import GIB, Eviction, HiSparseConfig
 from sglang_hisparse.errors import ConfigError
 from sglang_hisparse.layout import MAX_INDEX_SHARE, MemoryPlan
 from sglang_hisparse.memory import sizing
@@ -29,9 +30,18 @@ NODE = Deployment(dp=8, host_bytes=1800 * GIB, max_running_requests=480)
 
 
 def as_server_plans(
-    name: str, cache: CacheType, cache_bytes: int, *, ratio: float | None, buffer: int, running: int | None, host: int
+    name: str,
+    cache: CacheType,
+    cache_bytes: int,
+    *,
+    ratio: float | None,
+    buffer: int,
+    running: int | None,
+    host: int,
+    **keys: Any,
 ) -> MemoryPlan:
-    """`sizing.make_plan` with SGLang's own configurator for the same model, GPU bytes and host bytes of one rank."""
+    """`sizing.make_plan` with SGLang's own configurator for the same model, GPU bytes and host bytes of one rank. keys:
+    further keys of --hisparse-config."""
     import torch
 
     config = BUILT_IN[name].config
@@ -48,7 +58,7 @@ def as_server_plans(
     configurator.layer_info = SimpleNamespace(start_layer=0, end_layer=layers, num_effective_layers=layers)
     configurator.kv_cache_dtype = torch.bfloat16 if cache is CacheType.BF16 else torch.float8_e4m3fn
     configurator.mambaish_config, configurator.attn_dp_size, configurator.is_draft_worker = None, 1, False
-    resolved = HiSparseConfig(device_buffer_size=buffer, host_to_device_ratio=ratio).resolve(built_in(name).facts)
+    resolved = HiSparseConfig(device_buffer_size=buffer, host_to_device_ratio=ratio, **keys).resolve(built_in(name).facts)
     override = get_context().override_server_args(
         enable_hisparse=True, hisparse_config="{}", page_size=64, max_running_requests=running
     )
@@ -78,6 +88,26 @@ def test_the_plan_is_the_servers(
     )
     assert ours == server
     assert ours.device_tokens > 100_000
+
+
+@pytest.mark.parametrize("ratio", [6, None])
+def test_a_moving_border_and_scores_are_planned_too(ratio: float | None) -> None:
+    """Goal: the same with `elastic_border` and `eviction`. Method: all figures of both plans; each option changes what it should."""
+    deployment = Deployment(gpus=1, tp=1, gpus_per_host=1, host_bytes=300 * GIB, max_running_requests=64)
+    choices = Choices(cache_type=CacheType.BF16, buffer_rows=4096, eviction=Eviction.INDEX_SCORE, elastic=True)
+    model = built_in("GLM-5.1")
+    ours = memory_plan(model, deployment, choices, 40 * GIB, ratio)
+    config = {"eviction": Eviction.INDEX_SCORE, "elastic_border": True}
+    server = as_server_plans(
+        "GLM-5.1", CacheType.BF16, 40 * GIB, ratio=ratio, buffer=4096, running=64, host=deployment.host_bytes, **config
+    )
+    assert ours == server
+    fixed = memory_plan(model, deployment, replace(choices, elastic=False), 40 * GIB, ratio)
+    assert ours.logical_tokens == fixed.logical_tokens
+    assert 1.2 * fixed.device_tokens < ours.device_tokens and not fixed.border
+    assert ours.least_device_tokens == pytest.approx(fixed.device_tokens, rel=0.02)
+    lru = memory_plan(model, deployment, replace(choices, eviction=Eviction.LRU), 40 * GIB, ratio)
+    assert lru.hot_state_bytes < ours.hot_state_bytes
 
 
 def test_constants_are_those_of_sglang() -> None:
@@ -251,6 +281,21 @@ def test_a_prompt_that_the_gpu_cannot_hold_is_not_promised() -> None:
     assert min(fit.total for fit in at_limit[2:]) >= 1, "it is streamed, so never fully resident"
     assert [fit.total for fit in beyond[1:]] == [0, 0, 0]
     assert "while it is prefilled" in beyond[2].bound
+
+
+def test_requests_at_the_best_place_of_a_moving_border() -> None:
+    """Goal: no more is promised than fits both ledgers at one place of the border. Method: every place by itself, as a fixed one."""
+    load, choices = Load(16384, 1024), Choices(ratio=12, elastic=True)
+    memory = make_plan(built_in("GLM-5.1"), NODE, load, choices).memory
+    _, full, mixed, none = fits(memory, load, 8)
+    assert len(memory.border) > 20 and memory.device_tokens > 1.5 * memory.least_device_tokens
+    alone = []
+    for step in memory.border:
+        there = replace(memory, border=(), device_tokens=64 * step.device_pages, logical_tokens=64 * step.logical_pages)
+        alone.append([fit.per_cache for fit in fits(there, load, 8)[1:]])
+    assert [max(column) for column in zip(*alone, strict=True)] == [full.per_cache, mixed.per_cache, none.per_cache]
+    end = fits(replace(memory, border=memory.border[-1:]), load, 8)
+    assert mixed.per_cache > end[2].per_cache and full.per_cache > end[1].per_cache
 
 
 def test_mixed_is_what_admission_lets_in() -> None:

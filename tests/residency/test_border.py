@@ -12,7 +12,7 @@ import pytest
 from residency.stage import Stage
 from sglang_hisparse.errors import InvariantError
 from sglang_hisparse.residency import Border, BorderStep, Owner, PageState, Progress, border_steps
-from sglang_hisparse.residency.border import MAX_DEFERRALS, MAX_STEPS_AT_ONCE, REST_LOOKS
+from sglang_hisparse.residency.border import HURRY_LOOKS, MAX_DEFERRALS, MAX_STEPS_AT_ONCE, REST_LOOKS
 from sglang_hisparse.residency.invariants import check
 from sglang_hisparse.residency.types import LeaseChange, Relocation, ResidencyLimits
 
@@ -85,6 +85,42 @@ def test_a_move_begins_ahead_of_need() -> None:
     stage.grow(1, 1)
     tick(border)
     assert hand.moves == [(0, 1)]
+
+
+def test_who_had_to_wait_makes_the_border_hurry() -> None:
+    """Goal: a burst of prompts does not wait for every step. Method: a request that waits; moves until calm has come back."""
+    steps = tuple(BorderStep(60 - step, 60 + 4 * step) for step in range(30))
+    stage, border, hand = build(steps)
+    stage.extend(1, 58)
+    assert border.defers(3), "one page more than are free"
+    tick(border)
+    assert hand.moves == [(0, MAX_STEPS_AT_ONCE)]
+    finish(border, hand)
+    assert stage.policy.make_room(8)
+    stage.extend(2, 3)
+    tick(border)
+    assert hand.moves[1:] == [(4, 5)], "15 pages are free, and four steps give 16"
+    finish(border, hand)
+    for _ in range(HURRY_LOOKS):
+        tick(border)
+    stage.extend(3, 4)
+    tick(border)
+    assert len(hand.moves) == 2, "15 pages are free, and one step gives 4"
+
+
+def test_a_move_ends_with_its_last_chunk() -> None:
+    """Goal: no iteration is lost between the last chunk and the pages that it backs. Method: a mover that needs one call; what
+    the others say then."""
+    for others, usable in ((Progress.MOVED, 16), (Progress.VACATED, 12)):
+        _, border, hand = build()
+        border.want(13)
+        tick(border)
+        answers = [Progress.VACATED, others]
+        border._agree = lambda value, answers=answers: min(value, answers.pop(0))
+        hand.state = Progress.VACATED
+        hand.advance = lambda hand=hand: setattr(hand, "state", Progress.MOVED)  # type: ignore[method-assign]
+        border.follow()
+        assert border.coordinator.book.num_usable == usable and not answers
 
 
 def test_a_big_wish_is_met_in_bounded_moves() -> None:
@@ -188,7 +224,7 @@ def test_promises_to_live_requests_come_first() -> None:
     stage.launch(1, 10)
     assert border.defers(5)
     tick(border)
-    assert hand.moves == [(0, 1)]
+    assert hand.moves == [(0, 3)]
 
 
 def test_a_target_that_is_promised_away_is_not_chosen() -> None:

@@ -84,6 +84,31 @@ def test_the_cache_outlives_the_device_tokens_of_the_start(overlap: bool) -> Non
         finish(engine)
 
 
+def test_a_burst_is_not_held_up() -> None:
+    """Goal: prompts that come all at once seldom wait for memory to move. Method: a stream that passes a plan one iteration late; a
+    prompt takes as many pages as a step gives, over two chunks; count answers that put a request off."""
+    sizes = {"device_pages": 150, "ratio": 6, "hot_pages": 2, "max_running_requests": 24, "chunked_prefill_size": 8 * PAGE}
+    with elastic_engine(**sizes) as engine:
+        moving, border_of_server = engine.coordinator.border.memory, border(engine)
+        passed, waits = [0], []
+
+        def has_vacated() -> bool:
+            """No when it is asked about a plan for the first time."""
+            known, passed[0] = passed[0], border_of_server.begun
+            return known == border_of_server.begun
+
+        def defers(num_pages: int, ask: Any = border_of_server.defers) -> bool:
+            waits.append(ask(num_pages))
+            return waits[-1]
+
+        moving.has_vacated, border_of_server.defers = has_vacated, defers
+        handles = submit(engine, [16 * PAGE - 4] * 24, 30, seed=5)
+        engine.run_until_idle()
+        assert_outputs(handles)
+        assert border_of_server.ended > 8 and sum(waits) < 10, (border_of_server.ended, sum(waits))
+        finish(engine)
+
+
 @LOOPS
 @pytest.mark.parametrize("scratch", [0, None], ids=["resident", "streamed"])
 def test_requests_around_every_capacity(scratch: int | None, overlap: bool) -> None:
@@ -120,9 +145,20 @@ def test_random_lives(seed: int, overlap: bool) -> None:
         engine.run_until_idle()
 
 
+def assert_usage_is_of_pages(engine: Engine) -> None:
+    """What SGLang logs and balances by is what requests hold, whatever has no memory yet."""
+    book, size = engine.coordinator.residency.book, engine.allocator.size
+    stats = engine.scheduler.pool_stats_observer.get_pool_stats()
+    held = (book.num_usable - book.num_free) * PAGE - engine.tree.evictable_size()
+    assert (stats.full_num_used, stats.full_token_usage) == (held, held / size)
+    told = engine.coordinator.get_token_stats()
+    assert (told.host_tokens, told.host_token_usage) == ((book.num_usable - book.num_free) * PAGE, (book.num_usable - book.num_free) * PAGE / size)
+    assert 0 <= told.device_token_usage <= 1
+
+
 def test_the_count_of_tokens_stays_whole() -> None:
-    """Goal: SGLang's own leak check holds with logical pages that have no memory yet. Method: it runs after every step of this
-    harness; here the parts are added up."""
+    """Goal: SGLang's own leak check holds with logical pages that have no memory yet, and its usage is right. Method: it runs after
+    every step of this harness; here the parts are added up."""
     with elastic_engine(device_pages=32, ratio=3, hot_pages=2) as engine:
         for seed in range(6):
             submit(engine, [7 * PAGE + 5], 30, seed=seed)
@@ -130,7 +166,9 @@ def test_the_count_of_tokens_stays_whole() -> None:
             allocator = engine.allocator
             book = engine.coordinator.residency.book
             assert allocator.unbacked_tokens == allocator.size - book.num_usable * PAGE
+            assert_usage_is_of_pages(engine)
         engine.run_until_idle()
+        assert_usage_is_of_pages(engine)
         parts = (engine.allocator.available_size(), engine.tree.evictable_size(), engine.tree.protected_size())
         assert sum(parts) == engine.allocator.size
         finish(engine)

@@ -36,6 +36,10 @@ class SimMover:
             return Progress.BEGUN
         return Progress.VACATED if self.calls_left else Progress.MOVED
 
+    def progress_after(self) -> Progress:
+        """What `progress` says after the call that follows."""
+        return Progress.VACATED if self.calls_left > 1 else Progress.MOVED
+
     def advance(self) -> None:
         """The last call makes the memory logical pages'; before it, the device pages have lost theirs."""
         self.calls_left -= 1
@@ -69,6 +73,7 @@ class Rank:
     completions: list[tuple[int, int]] = field(default_factory=list)  # (due step, transfer id)
     completed: set[int] = field(default_factory=set)
     ended: set[int] = field(default_factory=set)  # failed
+    num_asked: int = 0  # times in this iteration that it asked the others how far the border has come
     fetched: np.ndarray | None = None  # int64 [slots]: what its resolver claims to have counted, unlike any other rank's
     misses: Any = None
 
@@ -86,7 +91,7 @@ class Ranks:
         self.noise = np.random.default_rng(seed)
         self.round_steps = int(self.noise.integers(1, 4))
         self.counted_steps = self.miss_rounds = 0
-        self._least = int(Progress.BEGUN)
+        self._least = self._least_after = int(Progress.BEGUN)
         self.members = [self._make_rank(parts) for _ in range(options.num_ranks)]
         self.first = self.members[0]
 
@@ -105,7 +110,7 @@ class Ranks:
         rank.misses = MissRounds(book, meter, lambda measured: self.share(rank, measured))
         limits = self.options.limits
         rank.mover = parts.mover(rank.gpu, limits.steps, 1 + self.seed % 3)
-        rank.border = parts.border(rank.coordinator, rank.policy.make_room, rank.mover, self._agree)
+        rank.border = parts.border(rank.coordinator, rank.policy.make_room, rank.mover, lambda value: self._agree(rank))
         return rank
 
     # -- misses -----------------------------------------------------------------------------------------------------
@@ -126,12 +131,17 @@ class Ranks:
                 rank.misses.end_round(True)
             self.miss_rounds += bool(self.first.coordinator.book.misses.any())
 
-    def _agree(self, value: int) -> int:
-        return self._least
+    def _agree(self, rank: Rank) -> int:
+        """A rank asks again when it has moved chunks; by then all have, in as many calls."""
+        rank.num_asked += 1
+        return self._least if rank.num_asked == 1 else self._least_after
 
     def observe_border(self) -> None:
         """As a collective would: every rank tells how far its move has come before any goes on."""
         self._least = min(int(rank.mover.progress()) for rank in self.members)
+        self._least_after = min(int(rank.mover.progress_after()) for rank in self.members)
+        for rank in self.members:
+            rank.num_asked = 0
 
     def each(self, call: Callable[[Rank], Any]) -> Any:
         """The answer of all ranks."""
