@@ -18,7 +18,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from residency.stage import Stage
 from sglang_hisparse.errors import InvariantError
-from sglang_hisparse.residency import DevicePages, Mirroring, Owner, PageState, ResidencyMode, ResidencyPolicy
+from sglang_hisparse.residency import (
+    DevicePages,
+    Mirroring,
+    Owner,
+    PageState,
+    ResidencyMode,
+    ResidencyPolicy,
+    SpillPolicy,
+)
 from sglang_hisparse.residency.invariants import check
 
 THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
@@ -326,6 +334,8 @@ class CoordinatorMachine(RuleBasedStateMachine):
     @invariant()
     def equals_the_model(self) -> None:
         check(self.coordinator)
+        # What the policy keeps between two steps is what a policy finds that looks for the first time.
+        assert self.stage.policy._room_to_promote() == SpillPolicy(self.coordinator)._room_to_promote()
         book = self.stage.book
         for page, state in self.state.items():
             assert book.state[page] == state, (page, PageState(int(book.state[page])), state)
