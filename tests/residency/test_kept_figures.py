@@ -20,7 +20,7 @@ from sglang_hisparse.residency.page_book import PageBook
 
 def mixed_stage() -> Stage:
     """Slot 1 of eight pages holds a lease and has three of them on the host; slot 2 has three, all resident; two device pages are
-    free, too few for slot 1."""
+    free, too few for slot 1. Slot 3 is about to be prefilled."""
     policy = ResidencyPolicy(watermark_low=0.0, watermark_high=0.0, promote_pages_per_step=1)
     stage = Stage(device=12, logical=40, policy=policy)
     pages = stage.extend(1, 8)
@@ -28,6 +28,7 @@ def mixed_stage() -> Stage:
     assert stage.coordinator.acquire_lease(1)
     stage.coordinator.spill(pages[:3])
     stage.extend(2, 3)
+    stage.coordinator.attach(3, [], prompt_pages=9, final_pages=1)
     return stage
 
 
@@ -71,23 +72,70 @@ CHANGES: dict[str, Callable[[Stage], object]] = {
     "replace": lambda stage: stage.coordinator.replace(1, 0, [stage.row(2)[0]]),
     "lease": lambda stage: stage.coordinator.acquire_lease(2),
     "end": lambda stage: stage.finish(2),
+    "growth": lambda stage: stage.grow(2, 1),
+    "prefilled": lambda stage: stage.launch(3, 0),
 }
+
+
+def keep_figures(stage: Stage) -> None:
+    stage.book.host_counts(np.arange(stage.limits.num_slots))
+    stage.book.committed_pages()
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_every_change_is_noted(change: str) -> None:
+    """Goal: no figure is older than the last move. Method: every kind of change by itself, between two looks."""
+    stage = mixed_stage()
+    keep_figures(stage)
+    CHANGES[change](stage)
+    check_kept(stage)
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_without_a_note_is_caught(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Goal: the check would find a forgotten note. Method: every kind of change, with notes and without."""
+    """Goal: the check would find a forgotten note. Method: the same changes, whose notes are lost."""
     stage = mixed_stage()
-    stage.book.host_counts(np.array([1, 2]))
-    stage.book.committed_pages()
+    keep_figures(stage)
     now = stage.book.moves
     monkeypatch.setattr(PageBook, "moves", property(lambda book: now, lambda book, value: None), raising=False)
     CHANGES[change](stage)
     with pytest.raises(InvariantError, match="without a move|committed pages are not"):
         check_kept(stage)
-    monkeypatch.undo()
-    stage.book.moves = now + 1
-    check_kept(stage)
+
+
+def waiting_stage(**changes: object) -> tuple[Stage, list[int]]:
+    """Slot 1 could come back if the three cached pages, which nobody uses, may leave for it."""
+    policy = ResidencyPolicy(watermark_low=0.0, watermark_high=0.0, promote_pages_per_step=1)
+    stage = Stage(device=12, logical=40, policy=policy, **changes)
+    pages = stage.extend(1, 8)
+    copies = stage.mirror_all()
+    stage.coordinator.on_enqueued(copies)
+    stage.coordinator.on_completed(copies)
+    assert stage.coordinator.acquire_lease(1)
+    stage.coordinator.spill(pages[:3])
+    return stage, stage.cache(2, 3)
+
+
+def test_a_cached_page_that_can_leave_makes_room() -> None:
+    """Goal: the policy hears of it. Method: copies that are acknowledged later, ticks before and after."""
+    stage, _ = waiting_stage(auto_ack=False)
+    stage.policy.tick()
+    stage.policy.tick()
+    assert stage.book.host_pages(1) == 3
+    stage.coordinator.on_enqueued([transfer.transfer_id for transfer in stage.sent[-3:]])
+    stage.policy.tick()
+    assert stage.book.host_pages(1) == 2
+
+
+def test_a_cached_page_that_is_let_go_makes_room() -> None:
+    """Goal: the policy hears of it. Method: pages held as the prefix of a batch, then given up."""
+    stage, cached = waiting_stage()
+    stage.book.hold(cached, +1)
+    stage.policy.tick()
+    assert stage.book.host_pages(1) == 3
+    stage.book.hold(cached, -1)
+    stage.policy.tick()
+    assert stage.book.host_pages(1) == 2
 
 
 def check_kept(stage: Stage) -> None:
