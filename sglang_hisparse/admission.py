@@ -39,6 +39,9 @@ STALE_ROUNDS = 64
 GROWTH = 2.0
 """Figures are believed up to so many times the host-only pages that they were measured with, and one request more."""
 
+CAUTION = 3.0
+"""Beyond that a request starts only if it is worth it with pages that cost so many times as much."""
+
 QUIET_ROUNDS = 2
 """So many rounds after the last refusal the gate is open again: nobody waits behind it."""
 
@@ -247,7 +250,9 @@ class AdmissionGate:
         added = self.figures.per_request + self.figures.per_host_page * added_pages
         worth = worth_admitting(running, step, added, margin=-MARGIN if self.closed else MARGIN)
         if worth and host_pages > GROWTH * self._pages_known:
-            return self._wait()
+            dearer = (CAUTION - 1) * self.figures.per_host_page
+            if not worth_admitting(running, step + dearer * host_pages, added + dearer * added_pages):
+                return self._wait()
         if not worth and not self._patience_ends(new_pages > pool.device_pages):
             return self._refuse(running, step, added)
         self._rounds_waited = self._rounds_stale = 0

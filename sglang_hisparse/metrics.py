@@ -298,7 +298,6 @@ class Reporter:
             self._report()
         elif self._is_due():
             self._runtime.counters()
-            self._fetched.total()
             self._refreshed = True
 
     def _interval(self) -> int:

@@ -130,6 +130,7 @@ class HiSparseRuntime:
         self._committed_seen = 0
         self._launch: Launch | None = None
         self.decode_slots = np.zeros(0, dtype=np.int64)  # request slots of the decode batch
+        self._all_end = np.ones(num_slots, dtype=bool)
         allocator.bind_runtime(self)
         req_to_token_pool.hisparse_runtime = self
 
@@ -219,7 +220,7 @@ class HiSparseRuntime:
 
     def end_decode(self, batch: Any) -> None:
         seq_lens = batch.seq_lens_cpu.numpy() + 1
-        self._launch = Launch(self.decode_slots, seq_lens, np.ones(len(seq_lens), dtype=bool), is_extend=False)
+        self._launch = Launch(self.decode_slots, seq_lens, self._all_end[: len(seq_lens)], is_extend=False)
         self.hot.note_decode()
         self.recorder.before_decode(self.decode_slots.tolist(), seq_lens.tolist())
         if self.gate is not None:

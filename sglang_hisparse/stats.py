@@ -196,9 +196,10 @@ def _pools(runtime: HiSparseRuntime) -> Sample:
     residency, book = runtime.residency, runtime.residency.book
     device, host = residency.device_pages, runtime.mem_pool_host
     num_host = residency.limits.num_logical_pages
+    in_state = np.bincount(book.state[1 : book.num_usable + 1], minlength=len(PageState)).tolist()
     return {
         "pages": {
-            **{state.name.lower(): int(np.count_nonzero(book.state[1 : book.num_usable + 1] == state)) for state in PageState},
+            **{state.name.lower(): in_state[state] for state in PageState},
             "unbacked": num_host - book.num_usable,
         },
         "border_steps": {
@@ -216,11 +217,16 @@ def _pools(runtime: HiSparseRuntime) -> Sample:
 
 def _requests(runtime: HiSparseRuntime) -> Sample:
     """Requests that hold a slot, by where their pages are."""
-    residency = runtime.residency
-    modes = [residency.residency(slot) for slot in np.flatnonzero(residency.book.live).tolist()]
+    book = runtime.residency.book
+    live = np.flatnonzero(book.live)
+    on_host = book.host_counts(live)
+    num_full = int(np.count_nonzero(on_host == 0))
+    # What is held has its device pages, so host-only pages are as many as may leave when all of those have left.
+    num_none = int(np.count_nonzero((on_host > 0) & (on_host >= book.held_from[live])))
+    numbers = {Residency.FULL: num_full, Residency.MIXED: live.size - num_full - num_none, Residency.NONE: num_none}
     return {
-        "requests": {mode.value: modes.count(mode) for mode in Residency},
-        "hot_leases": {"": len(residency.hot_lease)},
+        "requests": {mode.value: numbers[mode] for mode in Residency},
+        "hot_leases": {"": len(runtime.residency.hot_lease)},
     }
 
 

@@ -136,7 +136,7 @@ class ResidencyCoordinator(HostCopies):
         full_pages = np.asarray(seq_lens, dtype=np.int64) // self.limits.page_size
         moving = (full_pages > book.sealed[slot_array]) | book.prefilling[slot_array]
         # Most decode steps fill no page: only the rows that do are looked at one by one.
-        for index in np.flatnonzero(moving).tolist():
+        for index in moving.nonzero()[0].tolist():
             slot = int(slot_array[index])
             full, ended = min(int(full_pages[index]), int(book.num_pages[slot])), bool(prefill_ends[index] and book.prefilling[slot])
             for page in book.slot_pages[slot, book.sealed[slot] : full].tolist():
@@ -161,9 +161,9 @@ class ResidencyCoordinator(HostCopies):
         keeps its residency (R22). Hot rows are forgotten: they were copied from rows of the old pages.
         """
         old_pages = []
-        for position, page in enumerate(pages, start):
-            if self.book.slot_pages[slot, position] == page:
-                continue
+        row = self.book.slot_pages[slot, start : start + len(pages)]
+        for index in np.flatnonzero(row != np.asarray(pages, dtype=np.int32)).tolist():
+            position, page = start + index, pages[index]
             old = self.book.replace_page(slot, position, page)
             if self.book.state[page] == _HOST and _DIRTY <= self.book.state[old] <= _CLEAN:
                 self._rehome(old, page)

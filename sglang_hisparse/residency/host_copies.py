@@ -100,6 +100,7 @@ class HostCopies:
 
     def on_enqueued(self, transfer_ids: Iterable[int]) -> None:
         """These copies are on the copy stream: every later writer of their device pages is ordered behind them."""
+        newest = 0
         for transfer_id in transfer_ids:
             if (source := self._sources.pop(transfer_id, None)) is not None:
                 self._last_copy[source] = max(int(self._last_copy[source]), transfer_id)
@@ -111,10 +112,12 @@ class HostCopies:
             self.book.enqueued[page] = True
             if not self.book.users[page]:
                 self.book.moves += 1  # one page more that nobody uses can leave without a copy
-            self.failures_in_row = 0
-            self._note_enqueued(transfer_id)
+            newest = max(newest, transfer_id)
             if early is not None:
                 self._publish(page)
+        if newest:
+            self.failures_in_row = 0
+            self._note_enqueued(newest)
 
     def _note_enqueued(self, transfer_id: int) -> None:
         marks = self._enqueued_at

@@ -29,6 +29,7 @@ def check(coordinator: ResidencyCoordinator) -> None:
     _check_slots(coordinator)
     _check_counts(coordinator)
     _check_transfers(coordinator)
+    _check_kept_figures(coordinator.book)
 
 
 def _require(bad: np.ndarray, message: str) -> None:
@@ -148,6 +149,15 @@ def _check_counts(coordinator: ResidencyCoordinator) -> None:
     _require(_mark(num_pages, pages[on_host]), "R19: a host-only page has a user without a hot lease")
     unsealed = (state == _OPEN) & (positions < book.sealed[slots])
     _require(_mark(num_pages, pages[unsealed]), "I1: a page below the sealed border of its user is still open")
+
+
+def _check_kept_figures(book: PageBook) -> None:
+    """What is kept until a move is still what the tables say: every change that matters has been noted as one."""
+    counted = np.flatnonzero(book._counted_at == book.moves)
+    on_host = np.count_nonzero(book.state[book.slot_pages[counted]] == _HOST, axis=1)
+    _require(book._host_counts[counted] != on_host, "R19: the host-only pages of a request slot changed without a move")
+    if book._committed[0] == book.moves and book._committed[1] != int(book.worst_pages().sum()):
+        raise InvariantError(f"I7: {book._committed[1]} committed pages are not those of the live requests any more")
 
 
 def _mark(size: int, pages: np.ndarray) -> np.ndarray:

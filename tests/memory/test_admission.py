@@ -23,6 +23,7 @@ from runtime_world import PAGE, Sizes, World, make_world
 
 from sglang_hisparse import admission_view
 from sglang_hisparse.admission import (
+    CAUTION,
     PATIENCE_ROUNDS,
     QUIET_ROUNDS,
     ROUND_STEPS,
@@ -190,7 +191,8 @@ def test_patience_ends(new_pages: int, host_pages: int, patience: int | None) ->
 def test_figures_are_believed_so_far_only() -> None:
     """Goal: a few cheap pages do not open the gate for a flood. Method: cheap figures, a burst in one pass, round by round."""
     books = pool()
-    gate = gate_with(CHEAP, books)
+    # Worth it up to 48 requests, but not if a page cost CAUTION times as much.
+    gate = gate_with(StepFigures(compute=2.6e-3, requests=12.0, per_request=40e-6, per_host_page=0.4e-6), books)
     running, admitted = 12, []
     while running < 48 and len(admitted) < 20:
         count, now = 0, gate.look()
@@ -204,6 +206,17 @@ def test_figures_are_believed_so_far_only() -> None:
         run_round(gate)
     assert admitted[0] == 1 and admitted == sorted(admitted[:-1]) + admitted[-1:] and 4 <= len(admitted) <= 8, admitted
     assert not gate.closed, "a gate that waits for figures is not closed"
+
+
+@pytest.mark.parametrize(("per_host_page", "started"), [(0.05e-6, 40), (0.5e-6 / CAUTION, 8), (0.4e-6, 1)])
+def test_what_is_worth_it_by_far_starts_at_once(per_host_page: float, started: int) -> None:
+    """Goal: nobody waits for figures that would have to be very wrong. Method: a burst with nothing known of host-only pages, at
+    costs of which the second is worked out by hand: 12 + c requests times (40 us + 314 pages * 0.5 us) against 2,600 us + 40 c +
+    250 c pages * 0.5 us, which is met from c = 8 on."""
+    gate, count = gate_with(StepFigures(2.6e-3, 12.0, 40e-6, per_host_page), pool()), 0
+    while count < 40 and gate.allows(gate.look(), 250, promised_pages=250 * count, promised_requests=count):
+        count += 1
+    assert count == started and not gate.closed
 
 
 # ---- ranks -----------------------------------------------------------------------------------------------------------

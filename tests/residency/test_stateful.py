@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -18,7 +19,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from residency.stage import Stage
 from sglang_hisparse.errors import InvariantError
-from sglang_hisparse.residency import DevicePages, Mirroring, Owner, PageState, ResidencyMode, ResidencyPolicy
+from sglang_hisparse.residency import (
+    DevicePages,
+    Mirroring,
+    Owner,
+    PageState,
+    ResidencyMode,
+    ResidencyPolicy,
+    SpillPolicy,
+)
 from sglang_hisparse.residency.invariants import check
 
 THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
@@ -323,9 +332,20 @@ class CoordinatorMachine(RuleBasedStateMachine):
         elif {"enqueued", "completed"} <= copy.acknowledged and self.state[page] == MIRRORING:
             self.state[page] = CLEAN
 
+    def _keep_figures(self) -> None:
+        """What the policy has kept is what a policy finds that looks for the first time. What the book keeps of all slots is held
+        against its tables by the check that follows the next rule."""
+        kept, fresh = self.stage.policy, SpillPolicy(self.coordinator)
+        for policy in (kept, fresh):
+            policy._room_to_promote()
+        assert (kept._fewest_host_pages, kept._num_unused) == (fresh._fewest_host_pages, fresh._num_unused)
+        self.stage.book.host_counts(np.arange(self.stage.limits.num_slots))
+        self.stage.book.committed_pages()
+
     @invariant()
     def equals_the_model(self) -> None:
         check(self.coordinator)
+        self._keep_figures()
         book = self.stage.book
         for page, state in self.state.items():
             assert book.state[page] == state, (page, PageState(int(book.state[page])), state)
