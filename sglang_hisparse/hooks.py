@@ -163,6 +163,14 @@ def before_get_next_batch(scheduler: Any, running_batch: Any, *args: Any, **kwar
         running_batch.batch_is_full = False
 
 
+def around_update_running_batch(original: Callable[..., Any], scheduler: Any, batch: Any) -> Any:
+    """None: no decode step in this iteration, which SGLang knows too (it waits so for requests that are about to end)."""
+    runtime = scheduler.hisparse_coordinator
+    if isinstance(runtime, HiSparseRuntime) and runtime.border is not None and runtime.border.decode_waits(batch):
+        return None
+    return original(scheduler, batch)
+
+
 def after_is_fully_idle(
     result: bool, scheduler: Any, for_health_check: bool = False, ignore_waiting: bool = False
 ) -> bool:
@@ -325,6 +333,12 @@ HOOKS: tuple[Hook, ...] = (
         before_get_next_batch,
         "a request that has ended its prefill needs fewer device pages: admission is asked again (R31); pages go to storage "
         "and come from it",
+    ),
+    Hook(
+        "managers.scheduler.Scheduler.update_running_batch",
+        "AROUND",
+        around_update_running_batch,
+        "a decode step waits for memory that moves to index-K, rather than have requests retracted",
     ),
     Hook(
         "managers.scheduler.Scheduler.is_fully_idle",

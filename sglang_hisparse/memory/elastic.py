@@ -167,6 +167,18 @@ class ElasticBorder:
         self._has_deferred |= deferred
         return deferred
 
+    def decode_waits(self, batch: Any) -> bool:
+        """Whether no decode step runs in this iteration: the requests of SGLang's batch lack logical pages even with the whole
+        cache evicted, so that one would be retracted, and memory can move instead."""
+        book, page_size = self._runtime.residency.book, self._runtime.page_size
+        if book.num_free >= len(batch.reqs):  # each takes a page at most
+            return False
+        batch.filter_batch()  # requests that have ended while the step waited need nothing
+        if batch.is_empty():
+            return False
+        needed = -(-batch.new_tokens_required_next_decode() // page_size)
+        return needed > book.num_free + self._runtime.tree_cache.evictable_size() // page_size and self.defers(needed)
+
     def take_news(self) -> bool:
         """Whether a request has been put off for the border since this was last asked: it asks again."""
         had, self._has_deferred = self._has_deferred, False

@@ -38,7 +38,7 @@ HURRY_LOOKS = 64
 """So many looks after a request had to wait, moves begin MAX_STEPS_AT_ONCE ahead of need: prefills take logical pages faster than
 single steps give them."""
 
-MAX_DEFERRALS = 64
+MAX_DEFERRALS = 256
 """Times in a row that a request is asked to wait for a move, before cached prefixes are given up for it after all."""
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from sglang_hisparse.memory import elastic, pool
 from sglang_hisparse.memory.elastic import ElasticMemory
 from sglang_hisparse.memory.virtual_memory import HostTwin
 from sglang_hisparse.residency import Owner, Progress
+from sglang_hisparse.residency.border import MAX_DEFERRALS
 from sglang_hisparse.residency.invariants import check
 from sglang_hisparse.stats import FetchedBytes, gather
 
@@ -274,6 +276,39 @@ def test_growth_comes_before_eviction(world: World) -> None:
         world.settle()
         world.runtime.tick()
     assert asked and world.num_free_logical * PAGE >= wanted and world.tree.evictable_size() == before
+
+
+def test_a_decode_step_waits_rather_than_retract(world: World) -> None:
+    """Goal: nobody is retracted while memory can move, and no cached prefix is kept for it. Method: all logical pages but one are
+    taken while a move is under way; two requests need a page each; then with something cached, after the move, and too often."""
+
+    def batch(num_requests: int, num_alive: int) -> SimpleNamespace:
+        """A decode batch of SGLang, some requests of which have ended; each that lives needs a page."""
+        alive = [SimpleNamespace()] * num_alive
+        decode = SimpleNamespace(reqs=[SimpleNamespace()] * num_requests)
+        decode.filter_batch = lambda: setattr(decode, "reqs", alive)
+        decode.is_empty = lambda: not decode.reqs
+        decode.new_tokens_required_next_decode = lambda: len(decode.reqs) * PAGE
+        return decode
+
+    settle(world)
+    moving = border(world)
+    moving.border.want(world.num_free_logical + 1)
+    world.runtime.tick()
+    assert moving.border.is_moving
+    taken = world.book.allocate(world.num_free_logical - 1)
+    assert moving.decode_waits(batch(2, 2)) and moving.take_news()
+    assert not moving.decode_waits(batch(2, 1)) and not moving.decode_waits(batch(2, 0))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(world.tree), "evictable_size", lambda tree: PAGE)
+        assert not moving.decode_waits(batch(2, 2)), "one page is free, one is cached"
+    while moving.decode_waits(batch(2, 2)):
+        pass
+    assert moving.border._deferrals == MAX_DEFERRALS
+    settle(world)
+    assert world.num_free_logical > 2 and not moving.decode_waits(batch(2, 2))
+    for page in taken:
+        world.book.give_back(page)
 
 
 def test_a_captured_address_reads_the_new_memory(world: World) -> None:

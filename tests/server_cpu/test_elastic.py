@@ -6,6 +6,7 @@ host copies run as late as they may.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -106,6 +107,31 @@ def test_a_burst_is_not_held_up() -> None:
         engine.run_until_idle()
         assert_outputs(handles)
         assert border_of_server.ended > 8 and sum(waits) < 10, (border_of_server.ended, sum(waits))
+        finish(engine)
+
+
+@LOOPS
+def test_decode_steps_that_wait(overlap: bool) -> None:
+    """Goal: SGLang goes on after iterations without a decode step, whoever ends, comes or is aborted meanwhile. Method: two of
+    three steps wait, by a rule of the test; every output, and the pools at the end."""
+    with elastic_engine(overlap=overlap, device_pages=40, ratio=3, hot_pages=2) as engine:
+        asked, waits = itertools.count(), []
+
+        def waits_for(batch: Any, ask: Any = engine.coordinator.border.decode_waits) -> bool:
+            assert not ask(batch), "nothing is short here"
+            batch.filter_batch()
+            waits.append(not batch.is_empty() and next(asked) % 3 > 0)
+            return waits[-1]
+
+        engine.coordinator.border.decode_waits = waits_for
+        handles = submit(engine, [300, 200, 410], 25, seed=1)
+        engine.step(20)
+        aborted, *others = submit(engine, [150, 220], 70, seed=2)
+        engine.step(15)
+        engine.abort(aborted)
+        engine.run_until_idle()
+        assert_outputs([*handles, *others])
+        assert sum(waits) > 50 and aborted.finish_reason == "abort"
         finish(engine)
 
 
