@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from residency.stage import Stage
 
+from residency.stage import Stage
 from sglang_hisparse.errors import InvariantError
 from sglang_hisparse.residency import ResidencyPolicy, SpillPolicy
 from sglang_hisparse.residency.invariants import check
