@@ -32,7 +32,9 @@ def test_kernels_compile_without_spills(architecture: str) -> None:
     uses = kernel_report.report(architecture)
     assert {use.name.split("<")[0] for use in uses} >= {"resolve_kernel", "copy_pages_kernel", "translate_kernel"}
     assert [use for use in uses if use.spills] == []
-    assert max(use.registers for use in uses) <= 64  # 1,024 threads share 65,536
+    # Two blocks of 512 threads, or four of copying kernels with 256, share 65,536 registers; unions hold rows in them, two blocks.
+    most = {use.name: 128 if use.name.startswith("union_fetch") else 64 for use in uses}
+    assert [use for use in uses if use.registers > most[use.name]] == []
 
 
 def test_report_sees_a_spill() -> None:
