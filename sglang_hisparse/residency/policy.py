@@ -220,15 +220,16 @@ class SpillPolicy:
             row = book.pages(slot)
             on_host = row[book.state[row] == _HOST][::-1]
             batch = on_host[: coordinator.policy.promote_pages_per_step].tolist()
+            if not batch:
+                coordinator.release_lease(slot)
+                continue
+            # Spilled once a call: `unused` is not looked up again.
             short = len(batch) + self.watermark_high_pages - coordinator.device_pages.num_free
             if short > 0:
                 coordinator.spill(unused[:short].tolist())
-            if batch and not coordinator.promote(batch):
-                return
-            if len(batch) == count:
+            if coordinator.promote(batch) and len(batch) == count:
                 coordinator.release_lease(slot)
-            if batch:
-                return
+            return
 
     def _room_to_promote(self) -> int:
         """Device pages that could be had for what comes back, the high watermark left free; 0 where no request fits.

@@ -307,8 +307,7 @@ def test_a_decode_step_waits_rather_than_retract(world: World) -> None:
     assert moving.border._deferrals == MAX_DEFERRALS
     settle(world)
     assert world.num_free_logical > 2 and not moving.decode_waits(batch(2, 2))
-    for page in taken:
-        world.book.give_back(page)
+    world.book.give_back(taken)
 
 
 def test_a_captured_address_reads_the_new_memory(world: World) -> None:

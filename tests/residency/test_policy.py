@@ -226,6 +226,26 @@ def test_unused_pages_make_room_for_promotion() -> None:
     check(stage.coordinator)
 
 
+def test_a_lease_that_ends_makes_no_room_of_its_own() -> None:
+    """Goal: unused pages leave once for what comes back. Method: a request with nothing on the host holds a lease, a second
+    one brings back more pages than a lease has, between the watermarks; the same pages could be spilled for both."""
+    stage = Stage(device=22, policy=watermarks(0.0, 0.25, promote=6))
+    cached = [*stage.cache(3, 4), *stage.cache(4, 4)]
+    stage.extend(1, 4)
+    stage.coordinator.acquire_lease(1)
+    stage.mirror_all()
+    pages = stage.extend(2, 6)
+    stage.mirror_all()
+    assert stage.coordinator.acquire_lease(2)
+    stage.coordinator.spill(pages[:4])
+    stage.grow(2, 1)
+    assert stage.pages.num_free == 3 and stage.book.host_pages(1) == 0
+    stage.policy.tick()
+    assert stage.coordinator.residency(2) is Residency.FULL and stage.coordinator.hot_lease == {}
+    assert stage.states(cached).count(HOST) == stage.coordinator.counters.pages_spilled - 4
+    check(stage.coordinator)
+
+
 @pytest.mark.parametrize("device", [12, 14, 16, 20])
 def test_promotion_and_spilling_do_not_chase_each_other(device: int) -> None:
     """Goal: a steady load comes to rest. Method: two requests, fifty ticks; the last forty move nothing."""
