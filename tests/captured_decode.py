@@ -14,6 +14,18 @@ from runtime_world import PAGE, Client, World
 ROWS = 4  # rows of the captured batch
 
 
+def captured(world: World, run: Callable[[], None]) -> Callable[[], None]:
+    """`run` as a CUDA graph on a GPU, as it is on the CPU."""
+    run()
+    if world.device == "cpu":
+        return run
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
 class CapturedDecode:
     """The resolver calls of one decode step over fixed tensors: a CUDA graph on a GPU, plain calls on the CPU."""
 
@@ -24,13 +36,7 @@ class CapturedDecode:
         self.top_k = zeros(ROWS, world.sizes.top_k)
         world.metadata.real_page_table = zeros(ROWS, world.sizes.context_pages)
         self.outputs: list[torch.Tensor] = []
-        self._graph = None
-        self._run()
-        if world.device != "cpu":
-            torch.cuda.synchronize()
-            self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph):
-                self._run()
+        self._replay = captured(world, self._run)
 
     def _run(self) -> None:
         self.outputs = [
@@ -51,8 +57,5 @@ class CapturedDecode:
             pages = world.request_pool.req_to_token[client.slot, : client.length : PAGE] // PAGE
             world.metadata.real_page_table[row, : len(pages)] = pages
         self.top_k[:count] = positions.to(world.device)
-        if self._graph is None:
-            self._run()
-        else:
-            self._graph.replay()
+        self._replay()
         return [output.cpu() for output in self.outputs]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
+from captured_decode import captured
 from runtime_world import PAGE, Client, Sizes, World, make_world
 
 from sglang_hisparse.audit import AUDIT_VARIABLE
@@ -19,18 +20,6 @@ def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         if request.param == "cuda":
             world.runtime.set_decode_producer_stream(torch.cuda.current_stream())
         yield world
-
-
-def captured(world: World, run: Callable[[], None]) -> Callable[[], None]:
-    """`run` as a CUDA graph on a GPU, as it is on the CPU."""
-    run()
-    if world.device == "cpu":
-        return run
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph.replay
 
 
 def tally(world: World) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from captured_decode import CapturedDecode
+from captured_decode import CapturedDecode, captured
 from runtime_world import PAGE, Client, Sizes, World, make_world
 
 
@@ -29,23 +29,14 @@ class CapturedKeys:
     def __init__(self, world: World) -> None:
         self.page = torch.zeros(1, dtype=torch.int64, device=world.device)
         self.views = [keys for keys in world.pool.index_k_with_scale_buffer if len(keys)]
-        self._graph = None
-        self._run()
-        if world.device != "cpu":
-            torch.cuda.synchronize()
-            self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph):
-                self._run()
+        self._replay = captured(world, self._run)
 
     def _run(self) -> None:
         self.found = [keys.index_select(0, self.page) for keys in self.views]
 
     def read(self, page: int) -> list[torch.Tensor]:
         self.page.fill_(page)
-        if self._graph is None:
-            self._run()
-        else:
-            self._graph.replay()
+        self._replay()
         return [found.cpu() for found in self.found]
 
 
