@@ -122,11 +122,12 @@ def _replace(old: list[dict[str, Any]], new: list[dict[str, Any]], keys: tuple[s
 
 
 def pools_of(args: argparse.Namespace) -> dict[str, Pool]:
-    """Equal GPU bytes for all, and ours_elastic begins with plain's tokens; HiCache's host tier holds as many tokens as ours (and their index keys as well)."""
-    sparse = hisparse_pool(args.plain_tokens, args.ratio, args.layers, args.kv_dtype)
+    """Equal GPU bytes for all; HiCache's host tier holds as many tokens as ours (and their index keys as well)."""
+    sparse, elastic = (
+        hisparse_pool(args.plain_tokens, args.ratio, args.layers, args.kv_dtype, elastic=moves) for moves in (False, True)
+    )
     plain = plain_pool(args.plain_tokens, args.layers, args.kv_dtype)
     cached = plain_pool(args.plain_tokens, args.layers, args.kv_dtype, host_tokens=sparse.logical_tokens)
-    elastic = replace(sparse, device_tokens=args.plain_tokens)
     return {"ours": sparse, "ours_elastic": elastic, "builtin": sparse, "plain": plain, "plain_hicache": cached}
 
 
@@ -136,12 +137,11 @@ def members_of(args: argparse.Namespace, pools: Mapping[str, Pool]) -> dict[str,
     for system in args.systems:
         spec = SYSTEMS[system]
         if system == "plain_hicache":
-            share = hisparse_pool(args.plain_tokens, args.ratio, args.layers, args.kv_dtype).logical_tokens
-            hicache = ("--enable-hierarchical-cache", "--hicache-ratio", f"{share / args.plain_tokens:.4f}")
+            share = pools["ours"].logical_tokens / args.plain_tokens
+            hicache = ("--enable-hierarchical-cache", "--hicache-ratio", f"{share:.4f}")
             spec = ServerSpec(spec.name, extra_args=(*hicache, *shlex.split(args.hicache_args)))
         spec = replace(spec, extra_args=(*spec.extra_args, "--stream-interval", str(args.stream_interval)))
-        ratio = pools[system].logical_tokens / pools[system].device_tokens if "elastic" in system else args.ratio
-        members[system] = member(spec, pools[system], ratio=ratio, max_running=args.max_running,
+        members[system] = member(spec, pools[system], ratio=args.ratio, max_running=args.max_running,
                                  kv_dtype=args.kv_dtype, name=f"agent-{system}")  # fmt: skip
     return members
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -27,6 +26,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from resolver_workload import median_us
 from serving.results import current_commit, versions, write_json
 
 from sglang_hisparse.kernels.page_copy import Direction, copy_pages, fetch_union
@@ -133,18 +133,10 @@ class Layer:
 
 def time_us(call: Callable[[], None], device: str) -> float:
     """Median time of a call on the GPU; on the CPU, where only the script itself is tried, 0."""
-    call()
     if device == "cpu":
-        return 0.0
-    times = []
-    for _ in range(REPEATS):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
         call()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop) * 1e3)
-    return statistics.median(times)
+        return 0.0
+    return median_us(call, lambda: None, calls=1, replays=REPEATS)
 
 
 def measure(

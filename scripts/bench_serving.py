@@ -122,8 +122,7 @@ def pool_of(args: argparse.Namespace, system: str, context: int) -> Pool:
     tokens = pool_tokens(args, context)
     if not SYSTEMS[system].hisparse:
         return plain_pool(tokens, args.layers, args.kv_dtype)
-    pool = hisparse_pool(tokens, args.ratio, args.layers, args.kv_dtype, args.equal)
-    return replace(pool, device_tokens=tokens) if SYSTEMS[system].config.get("elastic_border") else pool
+    return hisparse_pool(tokens, args.ratio, args.layers, args.kv_dtype, args.equal, SYSTEMS[system].elastic)
 
 
 def points(args: argparse.Namespace) -> dict[int, list[int]]:
@@ -146,8 +145,8 @@ def members_of(args: argparse.Namespace, contexts: Sequence[int]) -> dict[str, M
     return {
         f"{system}@{context}": member(
             replace(SYSTEMS[system], extra_args=("--stream-interval", str(args.stream_interval))),
-            pool := pool_of(args, system, context),
-            ratio=pool.logical_tokens / pool.device_tokens if "elastic" in system else args.ratio,
+            pool_of(args, system, context),
+            ratio=args.ratio,
             max_running=64,
             kv_dtype=args.kv_dtype,
             name=f"{SYSTEMS[system].name}-{context}",

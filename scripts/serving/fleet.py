@@ -40,11 +40,14 @@ def plain_pool(tokens: int, layers: int, kv_dtype: str, host_tokens: int = 0) ->
     return Pool(tokens, tokens, tokens * cell, host_tokens * cell)
 
 
-def hisparse_pool(plain_tokens: int, ratio: int, layers: int, kv_dtype: str, equal: str = "bytes") -> Pool:
+def hisparse_pool(
+    plain_tokens: int, ratio: int, layers: int, kv_dtype: str, equal: str = "bytes", elastic: bool = False
+) -> Pool:
     """Pool of a system whose index keys cover `ratio` times its device tokens, every layer having an indexer.
 
     equal "bytes": as much GPU memory, KV rows and index keys together, as a plain pool of plain_tokens takes, in whole
-    pages. equal "tokens": as many device tokens. Raises ValueError for another word.
+    pages. equal "tokens": as many device tokens. Raises ValueError for another word. elastic: the border moves; device tokens
+    are then those of the plain pool, from which it begins, and everything else is as without.
     """
     if equal not in ("bytes", "tokens"):
         raise ValueError(f"equal {equal!r}; allowed: bytes, tokens")
@@ -54,7 +57,7 @@ def hisparse_pool(plain_tokens: int, ratio: int, layers: int, kv_dtype: str, equ
         tokens = plain_tokens * (row + INDEX_ROW_BYTES) // (row + ratio * INDEX_ROW_BYTES) // PAGE_TOKENS * PAGE_TOKENS
     logical = tokens * ratio
     gpu_bytes = layers * (tokens * row + logical * INDEX_ROW_BYTES)
-    return Pool(tokens, logical, gpu_bytes, layers * logical * row)
+    return Pool(plain_tokens if elastic else tokens, logical, gpu_bytes, layers * logical * row)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,7 +71,12 @@ class Member:
 def member(
     spec: ServerSpec, pool: Pool, *, ratio: float | None, max_running: int, kv_dtype: str, name: str, **config: Any
 ) -> Member:
-    """`spec` under another name, with a pool and, where it has HiSparse, that ratio and further config keys."""
+    """`spec` under another name, with a pool and, where it has HiSparse, that ratio and further config keys.
+
+    With a border that moves the ratio is the pool's own: logical tokens per device token at start.
+    """
+    if spec.elastic:
+        ratio = pool.logical_tokens / pool.device_tokens
     if spec.hisparse:
         spec = dataclasses.replace(spec, config={"host_to_device_ratio": ratio} | spec.config | config)
     limits = Limits(

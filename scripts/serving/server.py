@@ -41,6 +41,11 @@ class ServerSpec:
     env: dict[str, str] = field(default_factory=dict)
     extra_args: tuple[str, ...] = ()
 
+    @property
+    def elastic(self) -> bool:
+        """Whether its border between KV and index-K moves."""
+        return bool(self.config.get("elastic_border"))
+
 
 @dataclass(frozen=True, slots=True)
 class Paths:
