@@ -196,16 +196,14 @@ def _pools(runtime: HiSparseRuntime) -> Sample:
     residency, book = runtime.residency, runtime.residency.book
     device, host = residency.device_pages, runtime.mem_pool_host
     num_host = residency.limits.num_logical_pages
+    border = {} if runtime.border is None else runtime.border.counters()
     in_state = np.bincount(book.state[1 : book.num_usable + 1], minlength=len(PageState)).tolist()
     return {
         "pages": {
             **{state.name.lower(): in_state[state] for state in PageState},
             "unbacked": num_host - book.num_usable,
         },
-        "border_steps": {
-            "taken": 0 if runtime.border is None else runtime.border.border.ended,
-            "left": 0 if runtime.border is None else len(runtime.border.border.steps) - 1 - runtime.border.border.ended,
-        },
+        "border_steps": {"taken": border.get("border_steps", 0), "left": border.get("border_steps_left", 0)},
         "mirror_backlog_pages": {"waiting": residency.num_dirty, "in_flight": int(np.count_nonzero(book.transfer))},
         "device_pages": {owner.name.lower(): device.count(owner) for owner in Owner},
         "device_usage": {"": 1 - device.num_free / device.num_usable},

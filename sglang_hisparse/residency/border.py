@@ -1,7 +1,8 @@
 """The border between KV and index-K: when it moves, and which device pages give up their memory for which logical ones.
 
 Owned by the runtime beside the policy. It follows a move before each batch is chosen, and looks for the next one just before a
-plan is taken. It decides; the chunks themselves are moved by a `Mover`. A move, in one direction only, from more device pages to more logical ones:
+plan is taken. It decides; the chunks themselves are moved by a `Mover`. A move, in one direction only, from more device pages
+to more logical ones:
 
     BEGIN      device pages above the new border are withheld: spilling makes room below, what must stay resident is copied
                there by the next plan, with page table and leases
@@ -151,7 +152,7 @@ class Border:
         ahead = MAX_STEPS_AT_ONCE if self._hurry else 1
         reserve = self.steps[min(self.begun + ahead, len(self.steps) - 1)].logical_pages - now
         wanted = max(wanted, book.num_usable - book.num_free + reserve)
-        # Asked last: it looks at every request slot, and most looks end here.
+        # Asked last: after a move of pages it looks at every request slot, and most looks end here.
         if wanted > now and self._fits(self.begun + 1):
             self._begin(self._target(wanted))
 
