@@ -1,7 +1,7 @@
 """The border between KV and index-K: when it moves, and which device pages give up their memory for which logical ones.
 
 Owned by the runtime beside the policy. It follows a move before each batch is chosen, and looks for the next one just before a
-plan is taken. It decides; the chunks themselves are moved by a `Mover`. A move, in one direction only, from more device pages to more logical ones:
+plan is taken. It decides; the chunks themselves are moved by a `Mover`. A move from more device pages to more logical ones:
 
     BEGIN      device pages above the new border are withheld: spilling makes room below, what must stay resident is copied
                there by the next plan, with page table and leases
@@ -15,6 +15,10 @@ while it waits nothing is prefilled. So a move begins ahead of need, by one step
 
 At each of these moments the system is a valid one with fewer device pages or more logical ones, so what admission has promised
 holds all the time (I7): a move begins only if the live requests' worst case fits what remains. Nothing here waits for the device.
+
+While the server rests, and nobody has a logical page beyond those of its home, one move goes back there, through the same moments.
+Home is the first place at which the border stays while nothing is cached. At its BEGIN those logical pages are taken out of the free list; VACATED means that nothing launched touches their index-K
+any more; at its END the device pages can be had again.
 """
 
 from __future__ import annotations
@@ -38,6 +42,9 @@ HURRY_LOOKS = 64
 """So many looks after a request had to wait, moves begin MAX_STEPS_AT_ONCE ahead of need: prefills take logical pages faster than
 single steps give them."""
 
+CALM_LOOKS = 2_000
+"""So many iterations without a forward or a wish, in a row, and the border goes back if it may: a short pause is no reason."""
+
 MAX_DEFERRALS = 256
 """Times in a row that a request is asked to wait for a move, before cached prefixes are given up for it after all."""
 
@@ -54,7 +61,8 @@ class Mover(Protocol):
     """Moves the chunks of one rank."""
 
     def begin(self, old: int, new: int) -> None:
-        """The border is to go from step `old` to step `new`; the next plan vacates the pages between them."""
+        """The border is to go from step `old` to step `new`, which comes before it on the way back; the next plan vacates the
+        pages between them."""
 
     def progress(self) -> Progress:
         """Of that move, as this rank observes it."""
@@ -85,6 +93,12 @@ class Border:
         self._deferrals = 0
         self._hurry = 0  # looks
         self._rest = 0
+        self.calm_looks = CALM_LOOKS
+        self._calm = 0  # looks
+        self._in_use_at = -1  # `moves` of the book when pages beyond home were last found in use
+        self.home = 0
+        while not self.is_last(self.home) and self._ahead(self.home) > self.steps[self.home].logical_pages:
+            self.home += 1
 
     # -- questions --------------------------------------------------------------------------------------------------
 
@@ -95,7 +109,14 @@ class Border:
     @property
     def is_at_end(self) -> bool:
         """Whether every logical page has its index-K, or is about to."""
-        return self.begun == len(self.steps) - 1
+        return self.is_last(self.begun)
+
+    def is_last(self, step: int) -> bool:
+        return step == len(self.steps) - 1
+
+    def _ahead(self, step: int, num_steps: int = 1) -> int:
+        """Logical pages that so many steps more give."""
+        return self.steps[min(step + num_steps, len(self.steps) - 1)].logical_pages - self.steps[step].logical_pages
 
     def _can_begin(self) -> bool:
         return not (self.is_at_end or self.is_moving or self._rest) and self._fits(self.begun + 1)
@@ -134,26 +155,51 @@ class Border:
             self._mover.advance()
             agreed = self._agree(int(self._mover.progress()))
         if agreed == Progress.MOVED:
-            self.ended = self.begun
-            self.coordinator.book.extend_to(self.steps[self.ended].logical_pages)
+            goes_back, self.ended = self.begun < self.ended, self.begun
+            if goes_back:
+                self.coordinator.device_pages.restore(self.steps[self.ended].device_pages)
+            else:
+                self.coordinator.book.extend_to(self.steps[self.ended].logical_pages)
             self._deferrals = 0
 
     def look(self) -> None:
         """Just before `take_plan`: begin a move if somebody wants more logical pages, or if few are left, since a move takes a
         few forwards."""
-        self._rest, self._hurry = max(0, self._rest - 1), max(0, self._hurry - 1)
+        self._rest, self._hurry, self._calm = max(0, self._rest - 1), max(0, self._hurry - 1), 0
         if self.is_moving:
             return
         wanted, self._wanted = self._wanted, 0
         if self.is_at_end or self._rest:
             return
         now, book = self.steps[self.begun].logical_pages, self.coordinator.book
-        ahead = MAX_STEPS_AT_ONCE if self._hurry else 1
-        reserve = self.steps[min(self.begun + ahead, len(self.steps) - 1)].logical_pages - now
-        wanted = max(wanted, book.num_usable - book.num_free + reserve)
+        ahead = self._ahead(self.begun, MAX_STEPS_AT_ONCE if self._hurry else 1)
+        wanted = max(wanted, book.num_usable - book.num_free + ahead)
         # Asked last: it looks at every request slot, and most looks end here.
         if wanted > now and self._fits(self.begun + 1):
             self._begin(self._target(wanted))
+
+    def rest(self) -> None:
+        """Instead of `look`, in an iteration to which no forward comes: the border may also go back."""
+        calm = 0 if self._wanted else self._calm + 1
+        self.look()
+        self._calm = calm
+        if calm >= self.calm_looks and self.begun > self.home and not self.is_moving and self._may_go_back():
+            self._go_back()
+
+    def _may_go_back(self) -> bool:
+        """Whether nobody has a logical page beyond those of home, and the border would stay there; asked anew only after pages
+        have been freed."""
+        book, at_home = self.coordinator.book, self.steps[self.home].logical_pages
+        if self._in_use_at == book.moves:
+            return False
+        stays = book.num_usable - book.num_free + self._ahead(self.home) <= at_home and book.is_free_above(at_home)
+        self._in_use_at = -1 if stays else book.moves
+        return stays
+
+    def _go_back(self) -> None:
+        self.coordinator.withdraw(self.steps[self.home].logical_pages)
+        self._mover.begin(self.begun, self.home)
+        self.begun, self._calm = self.home, 0
 
     def _target(self, wanted: int) -> int:
         """The nearest step with so many logical pages that the live requests leave room for."""
