@@ -16,8 +16,8 @@ while it waits nothing is prefilled. So a move begins ahead of need, by one step
 At each of these moments the system is a valid one with fewer device pages or more logical ones, so what admission has promised
 holds all the time (I7): a move begins only if the live requests' worst case fits what remains. Nothing here waits for the device.
 
-While the server rests, and nobody has a logical page beyond those of its home, one move goes back there, through the same moments.
-Home is the first place at which the border stays while nothing is cached. At its BEGIN those logical pages are taken out of the free list; VACATED means that nothing launched touches their index-K
+While the server rests, and nobody has a logical page beyond those of the first place, one move goes back there, through the same
+moments. At its BEGIN those logical pages are taken out of the free list; VACATED means that nothing launched touches their index-K
 any more; at its END the device pages can be had again.
 """
 
@@ -43,7 +43,8 @@ HURRY_LOOKS = 64
 single steps give them."""
 
 CALM_LOOKS = 2_000
-"""So many iterations without a forward or a wish, in a row, and the border goes back if it may: a short pause is no reason."""
+"""So many iterations without a forward or a wish, in a row, and no move begins ahead of need any more, and the border goes back if it
+may: a short pause is no reason."""
 
 MAX_DEFERRALS = 256
 """Times in a row that a request is asked to wait for a move, before cached prefixes are given up for it after all."""
@@ -93,12 +94,9 @@ class Border:
         self._deferrals = 0
         self._hurry = 0  # looks
         self._rest = 0
-        self.calm_looks = CALM_LOOKS
+        self.calm_looks, self.num_returns = CALM_LOOKS, 0
         self._calm = 0  # looks
-        self._in_use_at = -1  # `moves` of the book when pages beyond home were last found in use
-        self.home = 0
-        while not self.is_last(self.home) and self._ahead(self.home) > self.steps[self.home].logical_pages:
-            self.home += 1
+        self._in_use_at = -1  # `moves` of the book when pages beyond the first place were last found in use
 
     # -- questions --------------------------------------------------------------------------------------------------
 
@@ -109,14 +107,7 @@ class Border:
     @property
     def is_at_end(self) -> bool:
         """Whether every logical page has its index-K, or is about to."""
-        return self.is_last(self.begun)
-
-    def is_last(self, step: int) -> bool:
-        return step == len(self.steps) - 1
-
-    def _ahead(self, step: int, num_steps: int = 1) -> int:
-        """Logical pages that so many steps more give."""
-        return self.steps[min(step + num_steps, len(self.steps) - 1)].logical_pages - self.steps[step].logical_pages
+        return self.begun == len(self.steps) - 1
 
     def _can_begin(self) -> bool:
         return not (self.is_at_end or self.is_moving or self._rest) and self._fits(self.begun + 1)
@@ -165,41 +156,46 @@ class Border:
     def look(self) -> None:
         """Just before `take_plan`: begin a move if somebody wants more logical pages, or if few are left, since a move takes a
         few forwards."""
-        self._rest, self._hurry, self._calm = max(0, self._rest - 1), max(0, self._hurry - 1), 0
+        self._calm = 0
+        self._look()
+
+    def _look(self) -> None:
+        self._rest, self._hurry = max(0, self._rest - 1), max(0, self._hurry - 1)
         if self.is_moving:
             return
         wanted, self._wanted = self._wanted, 0
         if self.is_at_end or self._rest:
             return
         now, book = self.steps[self.begun].logical_pages, self.coordinator.book
-        ahead = self._ahead(self.begun, MAX_STEPS_AT_ONCE if self._hurry else 1)
-        wanted = max(wanted, book.num_usable - book.num_free + ahead)
+        # Ahead of need no longer once it is calm, or the border would leave its first place as soon as it is back.
+        ahead = 0 if self._calm >= self.calm_looks else MAX_STEPS_AT_ONCE if self._hurry else 1
+        reserve = self.steps[min(self.begun + ahead, len(self.steps) - 1)].logical_pages - now
+        wanted = max(wanted, book.num_usable - book.num_free + reserve)
         # Asked last: it looks at every request slot, and most looks end here.
         if wanted > now and self._fits(self.begun + 1):
             self._begin(self._target(wanted))
 
     def rest(self) -> None:
         """Instead of `look`, in an iteration to which no forward comes: the border may also go back."""
-        calm = 0 if self._wanted else self._calm + 1
-        self.look()
-        self._calm = calm
-        if calm >= self.calm_looks and self.begun > self.home and not self.is_moving and self._may_go_back():
+        self._calm = 0 if self._wanted else self._calm + 1
+        self._look()
+        if self._calm >= self.calm_looks and self.begun and not self.is_moving and self._may_go_back():
             self._go_back()
 
     def _may_go_back(self) -> bool:
-        """Whether nobody has a logical page beyond those of home, and the border would stay there; asked anew only after pages
-        have been freed."""
-        book, at_home = self.coordinator.book, self.steps[self.home].logical_pages
+        """Whether nobody has a logical page beyond those of the first place; asked anew only after pages have been freed."""
+        book = self.coordinator.book
         if self._in_use_at == book.moves:
             return False
-        stays = book.num_usable - book.num_free + self._ahead(self.home) <= at_home and book.is_free_above(at_home)
-        self._in_use_at = -1 if stays else book.moves
-        return stays
+        is_free = book.is_free_above(self.steps[0].logical_pages)
+        self._in_use_at = -1 if is_free else book.moves
+        return is_free
 
     def _go_back(self) -> None:
-        self.coordinator.withdraw(self.steps[self.home].logical_pages)
-        self._mover.begin(self.begun, self.home)
-        self.begun, self._calm = self.home, 0
+        self.coordinator.withdraw(self.steps[0].logical_pages)
+        self._mover.begin(self.begun, 0)
+        self.begun = 0
+        self.num_returns += 1
 
     def _target(self, wanted: int) -> int:
         """The nearest step with so many logical pages that the live requests leave room for."""

@@ -176,6 +176,40 @@ def test_decode_steps_that_wait(overlap: bool) -> None:
 
 
 @LOOPS
+def test_home_and_away_again(overlap: bool) -> None:
+    """Goal: a server that rests after a flush has its device tokens back, and serves on the whole way again. Method: waves of prompts
+    until all logical pages are backed, flush, rest; requests that come while the border is on its way home."""
+    with elastic_engine(overlap=overlap, device_pages=40, ratio=3, hot_pages=2) as engine:
+        place = border(engine)
+        place.calm_looks, home = 20, place.steps[0]
+        for turn in range(2):
+            handles = []
+            for wave in range(14):
+                handles += submit(engine, [400, 460, 330], 30, seed=100 * turn + wave)
+                engine.step(20)
+            engine.run_until_idle()
+            assert_outputs(handles)
+            assert place.is_at_end and not place.is_moving
+            engine.step(3 * place.calm_looks)
+            assert place.is_at_end, "prefixes are cached"
+            engine.coordinator.settle()
+            assert engine.flush()
+            for _ in range(3 * place.calm_looks):
+                engine.step()
+                assert_residency_sound(engine)
+                if place.is_moving and turn:
+                    break
+            if not turn:
+                assert place.ended == 0 and engine.coordinator.residency.device_pages.num_free == home.device_pages
+        assert place.begun == 0, "on its way home"
+        late = submit(engine, [12 * PAGE] * 4, 20, seed=7)
+        engine.run_until_idle()
+        assert_outputs(late)
+        assert place.num_returns == 2
+        finish(engine)
+
+
+@LOOPS
 @pytest.mark.parametrize("scratch", [0, None], ids=["resident", "streamed"])
 def test_requests_around_every_capacity(scratch: int | None, overlap: bool) -> None:
     """Goal: I8, what validation accepts runs alone, wherever the border stands. Method: lengths around the least device pages,

@@ -127,7 +127,7 @@ class DevicePagesBeforeTheMap(Border):
 
     def _go_back(self) -> None:
         super()._go_back()
-        self.coordinator.device_pages.restore(self.steps[self.home].device_pages)
+        self.coordinator.device_pages.restore(self.steps[0].device_pages)
 
 
 class WithdrawnPagesHandedOut(ResidencyCoordinator):
