@@ -329,7 +329,8 @@ def main(argv: list[str] | None = None) -> int:
     paths = Paths(args.model, args.logs, args.site, args.plugin, args.cache)
     run, grid = Run(args, time.monotonic() + args.budget), points(args)
     try:
-        run.check_base()
+        if not args.dry_run:  # which writes nothing
+            run.check_base()
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
