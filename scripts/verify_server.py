@@ -8,7 +8,8 @@ behind as they go (results in --out). `plain` writes plain_outputs.json, which l
   ours      hybrid residency, prefix cache on: by itself, all at once, refused and granted flush in between, again
   host      always_host: by itself and all at once, every old row comes from the host tier
   pressure  high watermarks, so that pages are spilled early; all at once, twice, the second time with cached prefixes
-  elastic   the border between KV and index-K moves while they run: all at once, twice
+  elastic   the border between KV and index-K moves while they run: all at once, twice; it goes back while the server rests after a
+            flush; once more
   noradix   --disable-radix-cache: all at once
   fault     1 % of the rows given to attention replaced: most texts must change, or the comparison proves nothing
 
@@ -208,8 +209,15 @@ def run_elastic(run: Run) -> None:
     """Memory moves from KV to index-K as the prompts fill the cache, under captured graphs and host copies."""
     with run.server("elastic") as server:
         _against_plain(run, server, "elastic border", 2, 0)
-        steps = settled_counters(server).get("border_steps", 0)
-    run.demand(steps > 0, f"the border has moved {steps} steps; lower --pool-tokens if it has not")
+        steps = settled_counters(server)["border_steps"]
+        run.demand(steps > 0, f"the border has moved {steps} steps; lower --pool-tokens if it has not")
+        run.demand(server.flush(), "flush granted when idle")
+        time.sleep(REST_S)
+        steps = settled_counters(server)["border_steps"]
+        run.demand(steps == 0, f"the border is at its first place after {REST_S} s of rest with an empty cache, not {steps} steps on")
+        _against_plain(run, server, "elastic border, from its first place again", 1, 0)
+        steps = settled_counters(server)["border_steps"]
+        run.demand(steps > 0, f"the border has moved {steps} steps again")
 
 
 def run_noradix(run: Run) -> None:
@@ -229,6 +237,7 @@ def run_fault(run: Run) -> None:
     run.demand(2 * changed > result.prompts, f"zeroing 1 % of rows changes {changed} of {result.prompts} texts")
 
 
+REST_S = 8.0  # of 2,000 idle iterations of the scheduler and more
 # Phase, function, seconds it needs with warm kernel caches, of which START_S go by until its server is ready.
 START_S = 90
 PHASES: dict[str, tuple[Callable[[Run], None], int]] = {
@@ -236,7 +245,7 @@ PHASES: dict[str, tuple[Callable[[Run], None], int]] = {
     "ours": (run_ours, 210),
     "host": (run_host, 210),
     "pressure": (run_pressure, 170),
-    "elastic": (run_elastic, 170),
+    "elastic": (run_elastic, 230),
     "noradix": (run_noradix, 130),
     "fault": (run_fault, 120),
 }

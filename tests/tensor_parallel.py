@@ -230,7 +230,15 @@ def a_border_seen_at_two_speeds(rank: int, port: int, trace: Trace, *, agreed: b
         if not agreed:
             border.bind_agreement(lambda value: value)
         churn(engine, trace, seed=17, longest=1000)
-        trace.write({"told": border.counters()})
+        told, border.border.calm_looks, places = border.counters(), 10, []
+        if agreed:
+            engine.coordinator.settle()
+            assert engine.flush()
+            for _ in range(150):
+                engine.step()
+                pages = engine.coordinator.residency
+                places.append((border.border.begun, pages.device_pages.num_free, pages.book.num_free))
+        trace.write({"told": told, "places": places, "returns": border.border.num_returns})
 
 
 def a_border_seen_by_each_rank_alone(rank: int, port: int, trace: Trace) -> None:

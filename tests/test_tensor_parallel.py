@@ -112,6 +112,8 @@ def test_a_border_moves_on_all_ranks_in_one_step(traces: dict[str, list[Lines]])
     assert _first_difference(_steps(ranks)) is None
     first, second = (lines[-1]["told"] for lines in ranks)
     assert first == second and first["border_steps"] > 2 and first["border_chunks_moved"] > 20
+    home, other = ([lines[-1]["places"], lines[-1]["returns"]] for lines in ranks)
+    assert home == other and home[1] == 1 and home[0][-1][:2] == [0, 32], "after a flush it goes back, on all ranks in one step"
 
 
 def test_a_border_seen_by_each_rank_would_part_them(traces: dict[str, list[Lines]]) -> None:

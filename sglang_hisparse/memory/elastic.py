@@ -1,6 +1,6 @@
 """The memory behind a pool whose border between KV and index-K moves: ranges, chunks, and when they are moved.
 
-`ElasticMemory` owns the address ranges of one pool and moves chunks from the top of every layer's KV behind index-K; it is the
+`ElasticMemory` owns the address ranges of one pool and moves chunks from the top of every layer's KV behind index-K, or back; it is the
 `Mover` of residency/border.py, which decides. `ElasticBorder` is what the runtime, the prefill budget and the allocator see of
 both. Neither waits for the device. Where the driver refuses a call the border stays for good: the device pages of that move are
 lost, and nothing else happens.
@@ -63,10 +63,11 @@ class ElasticMemory:
             self.close()
             raise
         self._tensors = [held.tensor() for held in self._index]
-        for tensor in [*(held.tensor() for held in self._kv), *(t[: self._index_at_start * size] for t in self._tensors)]:
+        self._rows = [held.tensor() for held in self._kv]
+        for tensor in [*self._rows, *(t[: self._index_at_start * size] for t in self._tensors)]:
             tensor.zero_()
-        self._takes: deque[tuple[int, int]] = deque()  # (layer, place) of the move under way
-        self._puts: deque[tuple[int, int]] = deque()  # (leader, place)
+        self._takes: deque[tuple[Range, int]] = deque()  # (range, place) of the move under way
+        self._puts: deque[tuple[Range, torch.Tensor, int]] = deque()  # the same, and the range's bytes
         self._spare: list[int] = []  # handles that are mapped nowhere
         self._has_failed = False
         self.has_vacated: Callable[[], bool] = lambda: True
@@ -76,7 +77,7 @@ class ElasticMemory:
 
     def kv(self) -> list[torch.Tensor]:
         """uint8 of each layer's device pages, pad page first; addresses never change."""
-        return [held.tensor()[: (self.shape.device_pages + 1) * self.shape.page_bytes] for held in self._kv]
+        return [tensor[: (self.shape.device_pages + 1) * self.shape.page_bytes] for tensor in self._rows]
 
     def index(self) -> list[torch.Tensor]:
         """uint8 of each leader's logical pages, pad page first; only the first of them have memory."""
@@ -85,12 +86,15 @@ class ElasticMemory:
     # -- moves (residency.border.Mover) -----------------------------------------------------------------------------
 
     def begin(self, old: int, new: int) -> None:
-        shape = self.shape
-        self._takes.extend(
-            (layer, self._kv_places - 1 - step) for step in range(old, new) for layer in range(shape.num_layers)
-        )
-        first, last = (self._index_places(step) for step in (old, new))
-        self._puts.extend((leader, place) for place in range(first, last) for leader in range(shape.num_leaders))
+        low, high = min(old, new), max(old, new)
+        kv = [self._kv_places - 1 - step for step in range(low, high)]
+        index = range(self._index_places(low), self._index_places(high))
+        if old < new:
+            self._takes.extend((held, place) for place in kv for held in self._kv)
+            self._puts.extend((*pair, place) for place in index for pair in zip(self._index, self._tensors, strict=True))
+        else:
+            self._takes.extend((held, place) for place in reversed(index) for held in self._index)
+            self._puts.extend((*pair, place) for place in reversed(kv) for pair in zip(self._kv, self._rows, strict=True))
 
     def _index_places(self, step: int) -> int:
         """Places of each leader's range that hold memory at that step."""
@@ -117,17 +121,17 @@ class ElasticMemory:
     def _move_one(self) -> bool:
         """Unmap one chunk, or map one. False: the move is over."""
         if self._puts and self._spare:
-            leader, place = self._puts[0]
-            held, size = self._index[leader], self._memory.chunk_bytes
+            (held, tensor, place), size = self._puts[0], self._memory.chunk_bytes
             held.put(place, self._spare[-1])
             self._spare.pop()
             self._puts.popleft()
-            self._tensors[leader][place * size : (place + 1) * size].zero_()
+            # Neither is old KV read as index-K, nor the other way round.
+            tensor[place * size : (place + 1) * size].zero_()
             self.chunks_moved += 1
             return True
         if self._takes:
-            layer, place = self._takes[0]
-            self._spare.append(self._kv[layer].take(place))
+            held, place = self._takes[0]
+            self._spare.append(held.take(place))
             self._takes.popleft()
             return True
         return False
@@ -138,7 +142,7 @@ class ElasticMemory:
             held.close()
         for handle in getattr(self, "_spare", ()):
             self._memory.release(handle)
-        self._kv, self._index, self._tensors = [], [], []
+        self._kv, self._index, self._tensors, self._rows = [], [], [], []
         if isinstance(self._memory, HostTwin):
             self._memory.close()
 
@@ -148,10 +152,15 @@ class ElasticBorder:
 
     def __init__(self, runtime: HiSparseRuntime, memory: ElasticMemory) -> None:
         self._runtime, self.memory = runtime, memory
-        memory.has_vacated = runtime.worker.has_vacated
+        memory.has_vacated = self._has_vacated
         self.border = Border(runtime.residency, runtime.make_room_as_promised, memory)
         self._has_deferred = False
         self._is_resting = False  # no forward since the last tick
+
+    def _has_vacated(self) -> bool:
+        """Nothing launched reads what leaves: forwards, and copies of index-K on their way to storage."""
+        storage = self._runtime.storage
+        return self._runtime.worker.has_vacated() and not (storage is not None and storage.reads_index_keys)
 
     def bind_agreement(self, agree: Callable[[int], int]) -> None:
         """Several ranks schedule together: the least of a number over them."""
@@ -200,7 +209,7 @@ class ElasticBorder:
         runtime, before = self._runtime, self.border.begun
         # What the audit still has to write or read of pages comes before their memory leaves.
         runtime.audit.before_plan()
-        self.border.look()
+        self.border.rest()
         if self.border.begun != before:
             plan = runtime.residency.take_plan()
             runtime.worker.apply(plan)

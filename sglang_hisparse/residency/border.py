@@ -1,8 +1,7 @@
 """The border between KV and index-K: when it moves, and which device pages give up their memory for which logical ones.
 
 Owned by the runtime beside the policy. It follows a move before each batch is chosen, and looks for the next one just before a
-plan is taken. It decides; the chunks themselves are moved by a `Mover`. A move, in one direction only, from more device pages
-to more logical ones:
+plan is taken. It decides; the chunks themselves are moved by a `Mover`. A move from more device pages to more logical ones:
 
     BEGIN      device pages above the new border are withheld: spilling makes room below, what must stay resident is copied
                there by the next plan, with page table and leases
@@ -16,6 +15,10 @@ while it waits nothing is prefilled. So a move begins ahead of need, by one step
 
 At each of these moments the system is a valid one with fewer device pages or more logical ones, so what admission has promised
 holds all the time (I7): a move begins only if the live requests' worst case fits what remains. Nothing here waits for the device.
+
+While the server rests, and nobody has a logical page beyond those of the first place, one move goes back there, through the same
+moments. At its BEGIN those logical pages are taken out of the free list; VACATED means that nothing launched touches their index-K
+any more; at its END the device pages can be had again.
 """
 
 from __future__ import annotations
@@ -39,6 +42,10 @@ HURRY_LOOKS = 64
 """So many looks after a request had to wait, moves begin MAX_STEPS_AT_ONCE ahead of need: prefills take logical pages faster than
 single steps give them."""
 
+CALM_LOOKS = 2_000
+"""So many iterations without a forward or a wish, in a row, and no move begins ahead of need any more, and the border goes back if it
+may: a short pause is no reason."""
+
 MAX_DEFERRALS = 256
 """Times in a row that a request is asked to wait for a move, before cached prefixes are given up for it after all."""
 
@@ -55,7 +62,8 @@ class Mover(Protocol):
     """Moves the chunks of one rank."""
 
     def begin(self, old: int, new: int) -> None:
-        """The border is to go from step `old` to step `new`; the next plan vacates the pages between them."""
+        """The border is to go from step `old` to step `new`, which comes before it on the way back; the next plan vacates the
+        pages between them."""
 
     def progress(self) -> Progress:
         """Of that move, as this rank observes it."""
@@ -86,6 +94,9 @@ class Border:
         self._deferrals = 0
         self._hurry = 0  # looks
         self._rest = 0
+        self.calm_looks, self.num_returns = CALM_LOOKS, 0
+        self._calm = 0  # looks
+        self._in_use_at = -1  # `moves` of the book when pages beyond the first place were last found in use
 
     # -- questions --------------------------------------------------------------------------------------------------
 
@@ -135,13 +146,20 @@ class Border:
             self._mover.advance()
             agreed = self._agree(int(self._mover.progress()))
         if agreed == Progress.MOVED:
-            self.ended = self.begun
-            self.coordinator.book.extend_to(self.steps[self.ended].logical_pages)
+            goes_back, self.ended = self.begun < self.ended, self.begun
+            if goes_back:
+                self.coordinator.device_pages.restore(self.steps[self.ended].device_pages)
+            else:
+                self.coordinator.book.extend_to(self.steps[self.ended].logical_pages)
             self._deferrals = 0
 
     def look(self) -> None:
         """Just before `take_plan`: begin a move if somebody wants more logical pages, or if few are left, since a move takes a
         few forwards."""
+        self._calm = 0
+        self._look()
+
+    def _look(self) -> None:
         self._rest, self._hurry = max(0, self._rest - 1), max(0, self._hurry - 1)
         if self.is_moving:
             return
@@ -149,12 +167,35 @@ class Border:
         if self.is_at_end or self._rest:
             return
         now, book = self.steps[self.begun].logical_pages, self.coordinator.book
-        ahead = MAX_STEPS_AT_ONCE if self._hurry else 1
+        # Ahead of need no longer once it is calm, or the border would leave its first place as soon as it is back.
+        ahead = 0 if self._calm >= self.calm_looks else MAX_STEPS_AT_ONCE if self._hurry else 1
         reserve = self.steps[min(self.begun + ahead, len(self.steps) - 1)].logical_pages - now
         wanted = max(wanted, book.num_usable - book.num_free + reserve)
         # Asked last: after a move of pages it looks at every request slot, and most looks end here.
         if wanted > now and self._fits(self.begun + 1):
             self._begin(self._target(wanted))
+
+    def rest(self) -> None:
+        """Instead of `look`, in an iteration to which no forward comes: the border may also go back."""
+        self._calm = 0 if self._wanted else self._calm + 1
+        self._look()
+        if self._calm >= self.calm_looks and self.begun and not self.is_moving and self._may_go_back():
+            self._go_back()
+
+    def _may_go_back(self) -> bool:
+        """Whether nobody has a logical page beyond those of the first place; asked anew only after pages have been freed."""
+        book = self.coordinator.book
+        if self._in_use_at == book.moves:
+            return False
+        is_free = book.is_free_above(self.steps[0].logical_pages)
+        self._in_use_at = -1 if is_free else book.moves
+        return is_free
+
+    def _go_back(self) -> None:
+        self.coordinator.withdraw(self.steps[0].logical_pages)
+        self._mover.begin(self.begun, 0)
+        self.begun = 0
+        self.num_returns += 1
 
     def _target(self, wanted: int) -> int:
         """The nearest step with so many logical pages that the live requests leave room for."""

@@ -335,6 +335,11 @@ class ResidencyCoordinator(HostCopies):
                 self._lease_changes[owner_id] = None  # its hot rows are forgotten, so that none need be copied
         self._vacates = True
 
+    def withdraw(self, limit: int) -> None:
+        """Logical pages above `limit`, which nobody has, lose their index-K: launched forwards pass the next plan first."""
+        self.book.shrink_to(limit)
+        self._vacates = True
+
     def _relocate(self, page: int, source: int, target: int) -> None:
         is_promoted = page in self._promotions  # its bytes are still to come: to the new page then
         self._set_device_page(page, target)

@@ -103,6 +103,14 @@ class DevicePages:
         self.num_usable = limit
         return owned
 
+    def restore(self, limit: int) -> None:
+        """Pages up to `limit` have memory again. They are handed out after those that are free already."""
+        if not self.num_usable <= limit <= self.num_pages:
+            raise InvariantError(f"I3: {limit} device pages cannot follow {self.num_usable} usable ones")
+        self.owner[self.num_usable + 1 : limit + 1] = _FREE
+        self._free[:0] = range(limit, self.num_usable, -1)
+        self.num_usable = limit
+
     def vacate(self, page: int) -> int:
         """The owner of a page above the usable ones gets a free page instead; room has been made for it."""
         owner, owner_id = Owner(self.owner[page]), int(self.owner_id[page])

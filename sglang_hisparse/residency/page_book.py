@@ -106,6 +106,18 @@ class PageBook:
         self._free[:0] = range(num_usable, self.num_usable, -1)
         self.num_usable = num_usable
 
+    def is_free_above(self, limit: int) -> bool:
+        """Whether nobody has a logical page above `limit`."""
+        above = self.num_usable - limit
+        return len(self._free) >= above and int(np.count_nonzero(np.asarray(self._free) > limit)) == above
+
+    def shrink_to(self, num_usable: int) -> None:
+        """Logical pages above this one are about to lose their index-K; nobody has one."""
+        if not 0 < num_usable <= self.num_usable or not self.is_free_above(num_usable):
+            raise InvariantError(f"I10: logical pages {num_usable + 1}..{self.num_usable} are in use and cannot lose their index-K")
+        self._free = [page for page in self._free if page <= num_usable]
+        self.num_usable = num_usable
+
     # -- slots ------------------------------------------------------------------------------------------------------
 
     def pages(self, slot: int) -> np.ndarray:

@@ -28,10 +28,14 @@ class Moment:
 
     event: Any
 
+    @property
+    def has_passed(self) -> bool:
+        return self.event is None or self.event.query()
+
     def wait(self, gives_up: Callable[[], bool] = lambda: False) -> bool:
         """Wait, off the scheduler's thread, until the GPU has passed it. False: `gives_up` said so first."""
         # Queried, not synchronised: the scheduler's thread may have torch watch for synchronising calls.
-        while self.event is not None and not self.event.query():
+        while not self.has_passed:
             if gives_up():
                 return False
             time.sleep(_POLL_SECONDS)

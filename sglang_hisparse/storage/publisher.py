@@ -122,6 +122,11 @@ class Publisher:
         running = self._in_flight
         return len(self._noted) + (0 if running is None or self._done.is_set() else len(running.items))
 
+    @property
+    def reads_index_keys(self) -> bool:
+        """Whether a copy of index-K is under way on the device."""
+        return self._in_flight is not None and not self._in_flight.pulled.has_passed
+
     def forget(self) -> None:
         """The tree was emptied: what is not under way is not published any more."""
         self._counters.add("pages_dropped", len(self._noted))

@@ -171,6 +171,11 @@ class StorageTier:
         if self.publisher is not None:
             self.publisher.settle()
 
+    @property
+    def reads_index_keys(self) -> bool:
+        """Whether index-K is being copied from the device; loading writes only to pages that it has allocated."""
+        return self.publisher is not None and self.publisher.reads_index_keys
+
     def forget_pages(self) -> None:
         """Every logical page is about to be freed at once; storage keeps what it has."""
         self.settle()

@@ -86,6 +86,27 @@ def test_no_memory_appears_or_gets_lost(moving: ElasticMemory) -> None:
     assert len(moving._spare) == 3 * 6 - 4 * 4 == 2
 
 
+def test_the_way_back_and_the_way_again(moving: ElasticMemory) -> None:
+    """Goal: from any place all memory comes back to KV, empty, and what stays keeps its bytes. Method: each place in turn; old index-K
+    and KV full of ones."""
+    twin, at_start, (first, *_) = moving._memory, moving._memory.num_handles, moving.steps
+    for number, step in enumerate(moving.steps[1:], start=1):
+        run(moving, 0, number)
+        for tensor, pages, size in (
+            *((rows, step.device_pages, SHAPE.page_bytes) for rows in moving.kv()),
+            *((keys, step.logical_pages, SHAPE.index_page_bytes) for keys in moving.index()),
+        ):
+            tensor[: (pages + 1) * size].fill_(255)
+        run(moving, number, 0)
+        assert twin.num_handles == at_start and not moving._spare
+        for rows in moving.kv():
+            assert (rows[: (step.device_pages + 1) * SHAPE.page_bytes] == 255).all()
+            whole = -(-(step.device_pages + 1) * SHAPE.page_bytes // CHUNK) * CHUNK
+            assert rows.numel() == (first.device_pages + 1) * SHAPE.page_bytes and not rows[whole:].any()
+        for keys in moving.index():
+            assert (keys[: (first.logical_pages + 1) * SHAPE.index_page_bytes] == 255).all()
+
+
 def test_several_steps_in_bounded_calls(moving: ElasticMemory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Goal: one iteration moves few chunks. Method: five driver calls a tick; count them; nothing is MOVED before the last."""
     monkeypatch.setattr(elastic, "CALLS_PER_TICK", 5)
@@ -374,6 +395,48 @@ def test_a_flush_in_the_middle_of_a_move(world: World) -> None:
     check(world.residency)
     again = world.start(6 * PAGE, seed=2)
     assert world.wrong_rows(again) == 0
+
+
+def test_a_flushed_server_is_at_home(world: World) -> None:
+    """Goal: the border goes back while nothing is cached, and the whole way again. Method: fill the cache, flush, rest; sizes as at
+    home, then rows and keys of a request as large as the device was, and the way again."""
+    settle(world)
+    moving, steps = border(world).border, world.pool.border
+    home = steps[0]
+    moving.calm_looks = 5
+    for turn in range(2):
+        for seed in range(40):
+            world.finish(world.start((steps[-1].device_pages // 2) * PAGE, seed=100 * turn + seed))
+            settle(world)
+            if moving.is_at_end:
+                break
+        assert moving.is_at_end and moving.ended == len(steps) - 1
+        world.runtime.tick()
+        assert not moving.is_moving, "prefixes are cached"
+        world.tree.reset()
+        world.allocator.clear()
+        for _ in range(4 * moving.calm_looks):
+            world.runtime.tick()
+            if world.device == "cuda":
+                torch.cuda.synchronize()
+        assert moving.ended == moving.begun == 0 == border(world).counters()["border_steps"]
+        assert world.num_free_device == home.device_pages and world.num_free_logical == home.logical_pages
+        assert world.tree.protected_size() == world.allocator.unbacked_tokens == (steps[-1].logical_pages - home.logical_pages) * PAGE
+        check(world.residency)
+        large = world.start((home.device_pages - 2) * PAGE, seed=500 + turn)
+        mark_keys(world, large)
+        assert world.wrong_rows(large) == 0 and wrong_keys(world, large) == 0
+        world.finish(large)
+
+
+def test_storage_is_waited_for(world: World) -> None:
+    """Goal: no index-K leaves while it is being copied to storage. Method: a storage that says so, then does not."""
+    assert border(world)._has_vacated()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(world.runtime, "storage", SimpleNamespace(reads_index_keys=True))
+        assert not border(world)._has_vacated()
+        world.runtime.storage.reads_index_keys = False
+        assert border(world)._has_vacated()
 
 
 def test_off_is_what_it_was() -> None:

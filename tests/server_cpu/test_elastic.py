@@ -110,6 +110,46 @@ def test_a_burst_is_not_held_up() -> None:
         finish(engine)
 
 
+def test_a_border_at_rest_costs_no_work() -> None:
+    """Goal: decode steps are those of a fixed border while this one stands in the middle of its way. Method: requests with host-only
+    pages decode; count what a move would do, and compare each plan with what the step itself has changed."""
+    with elastic_engine(device_pages=60, ratio=4, hot_pages=2) as engine:
+        residency, twin = engine.coordinator.residency, engine.coordinator.border.memory._memory
+        handles = submit(engine, [12 * PAGE] * 5, 200, seed=3)
+        while engine.scheduler.waiting_queue or border(engine).is_moving or not border(engine).ended:
+            engine.step()
+        engine.step(4)
+        counts = {"make_room": 0, "asked": 0, "plans": 0}
+
+        def counted(name: str, call: Any) -> Any:
+            def count(*arguments: Any) -> Any:
+                counts[name] += 1
+                return call(*arguments)
+
+            return count
+
+        def take_plan(take: Any = residency.take_plan) -> Any:
+            plan = take()
+            counts["plans"] += not plan.is_empty
+            assert not (plan.vacates or plan.relocations or plan.promotions or plan.leases)
+            assert sum(target > 0 for _, target in plan.table) <= len(handles), "pages that requests have begun"
+            return plan
+
+        place = border(engine)
+        place._make_room, place._agree = counted("make_room", place._make_room), counted("asked", place._agree)
+        residency.take_plan = take_plan
+        before, spilled = (place.ended, twin.num_maps, twin.num_unmaps), residency.counters.pages_spilled
+        engine.step(PAGE)
+        assert spilled and residency.hot_lease and 0 < place.ended < len(place.steps) - 1
+        assert (place.ended, twin.num_maps, twin.num_unmaps) == before and place.begun == place.ended
+        # What is left are pages that requests begin, and copies of full ones that are waited for: most steps have neither.
+        assert counts["make_room"] == counts["asked"] == 0 < counts["plans"] < PAGE // 2, counts
+        del residency.take_plan
+        engine.run_until_idle()
+        assert_outputs(handles)
+        finish(engine)
+
+
 @LOOPS
 def test_decode_steps_that_wait(overlap: bool) -> None:
     """Goal: SGLang goes on after iterations without a decode step, whoever ends, comes or is aborted meanwhile. Method: two of
@@ -132,6 +172,40 @@ def test_decode_steps_that_wait(overlap: bool) -> None:
         engine.run_until_idle()
         assert_outputs([*handles, *others])
         assert sum(waits) > 50 and aborted.finish_reason == "abort"
+        finish(engine)
+
+
+@LOOPS
+def test_home_and_away_again(overlap: bool) -> None:
+    """Goal: a server that rests after a flush has its device tokens back, and serves on the whole way again. Method: waves of prompts
+    until all logical pages are backed, flush, rest; requests that come while the border is on its way home."""
+    with elastic_engine(overlap=overlap, device_pages=40, ratio=3, hot_pages=2) as engine:
+        place = border(engine)
+        place.calm_looks, home = 20, place.steps[0]
+        for turn in range(2):
+            handles = []
+            for wave in range(14):
+                handles += submit(engine, [400, 460, 330], 30, seed=100 * turn + wave)
+                engine.step(20)
+            engine.run_until_idle()
+            assert_outputs(handles)
+            assert place.is_at_end and not place.is_moving
+            engine.step(3 * place.calm_looks)
+            assert place.is_at_end, "prefixes are cached"
+            engine.coordinator.settle()
+            assert engine.flush()
+            for _ in range(3 * place.calm_looks):
+                engine.step()
+                assert_residency_sound(engine)
+                if place.is_moving and turn:
+                    break
+            if not turn:
+                assert place.ended == 0 and engine.coordinator.residency.device_pages.num_free == home.device_pages
+        assert place.begun == 0, "on its way home"
+        late = submit(engine, [12 * PAGE] * 4, 20, seed=7)
+        engine.run_until_idle()
+        assert_outputs(late)
+        assert place.num_returns == 2
         finish(engine)
 
 

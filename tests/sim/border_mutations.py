@@ -122,6 +122,35 @@ class RankMovesAlone(Border):
         self._agree = agree
 
 
+class DevicePagesBeforeTheMap(Border):
+    """On the way back device pages are handed out when the move begins."""
+
+    def _go_back(self) -> None:
+        super()._go_back()
+        self.coordinator.device_pages.restore(self.steps[0].device_pages)
+
+
+class WithdrawnPagesHandedOut(ResidencyCoordinator):
+    """Logical pages whose index-K leaves stay in the free list."""
+
+    def withdraw(self, limit: int) -> None:
+        self._vacates = True
+
+
+class BackUnderPagesInUse(Border):
+    """The border goes back whatever is cached."""
+
+    def _may_go_back(self) -> bool:
+        return True
+
+
+class RankGoesBackAlone(Border):
+    """A rank goes back only where its own copies have ended."""
+
+    def _may_go_back(self) -> bool:
+        return super()._may_go_back() and not self.coordinator.has_transfers
+
+
 BORDER_MUTATIONS: tuple[Mutation, ...] = (
     Mutation("unmap before the mirror ended", "I10", Parts(coordinator=UnmapBeforeMirrorEnded)),
     Mutation("unsent copies forgotten", "I10", Parts(coordinator=UnsentCopiesForgotten)),
@@ -136,4 +165,8 @@ BORDER_MUTATIONS: tuple[Mutation, ...] = (
     Mutation("withheld pages leased", "I10", Parts(device_pages=WithheldPagesLeased)),
     Mutation("border ignores the ledger", "I7", Parts(border=BorderIgnoresTheLedger)),
     Mutation("rank moves its border alone", "R30", Parts(border=RankMovesAlone)),
+    Mutation("device pages before the map back", "I10", Parts(border=DevicePagesBeforeTheMap)),
+    Mutation("withdrawn logical pages handed out", "I10", Parts(coordinator=WithdrawnPagesHandedOut)),
+    Mutation("border goes back under pages in use", "I10", Parts(border=BackUnderPagesInUse)),
+    Mutation("rank goes back alone", "R30", Parts(border=RankGoesBackAlone)),
 )

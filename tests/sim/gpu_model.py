@@ -193,9 +193,10 @@ class GpuModel:
         self.vacated += 1
 
     def move_border(self, device_pages: int, logical_pages: int) -> None:
-        """Memory of the device pages above is index-K of logical pages now; not ordered on any stream."""
+        """Device pages and index-K of logical pages that have memory from now on; not ordered on any stream."""
         size = self.page_size
-        self.device[(device_pages + 1) * size :] = [NOTHING] * ((self.limits.num_device_pages - device_pages) * size)
+        kept = min(device_pages, self.mapped_device)  # what comes back is as empty as what has left
+        self.device[(kept + 1) * size :] = [NOTHING] * ((self.limits.num_device_pages - kept) * size)
         self.mapped_device, self.mapped_logical = device_pages, logical_pages
 
     def _promote(self, promotions: Sequence[Any]) -> None:
@@ -253,6 +254,7 @@ class GpuModel:
                 raise Violation("I4", f"slot {item.slot} uses pages {item.pages}, its hot rows are of ids {list(tags)}")
             for position in item.reads:
                 page = item.pages[position // size]
+                self._read_index(page)
                 device_page = self.table[page]
                 if device_page:
                     self._touch(device_page)
@@ -271,11 +273,16 @@ class GpuModel:
                     )
         self.executed += 1
 
+    def _read_index(self, page: int) -> None:
+        if page > self.mapped_logical:
+            raise Violation("I10", f"index-K of page {page} is read, memory ends at {self.mapped_logical}")
+
     def _read_streamed(self, items: Sequence[ForwardItem], extend: StreamedExtend, layer: int) -> None:
         size = self.page_size
         for item in items:
             for position in item.reads:
                 page = item.pages[position // size]
+                self._read_index(page)
                 rows = self.side.find(extend, layer, page)
                 self.num_reads["streamed"] += 1
                 if rows is None:

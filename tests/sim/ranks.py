@@ -26,10 +26,11 @@ class SimMover:
 
     def __init__(self, gpu: GpuModel, steps: Sequence[BorderStep], num_calls: int) -> None:
         self.gpu, self.steps, self.num_calls = gpu, steps, num_calls
-        self.num_begun = self.step = self.calls_left = 0
+        self.num_begun = self.num_back = self.step = self.calls_left = 0
 
     def begin(self, old: int, new: int) -> None:
         self.num_begun, self.step, self.calls_left = self.num_begun + 1, new, self.num_calls
+        self.num_back += new < old
 
     def progress(self) -> Progress:
         if self.gpu.vacated < self.num_begun:
@@ -41,10 +42,13 @@ class SimMover:
         return Progress.VACATED if self.calls_left > 1 else Progress.MOVED
 
     def advance(self) -> None:
-        """The last call makes the memory logical pages'; before it, the device pages have lost theirs."""
+        """The last call gives the memory to those who gain it; before it, the others have lost theirs."""
         self.calls_left -= 1
         step = self.steps[self.step]
-        self.gpu.move_border(step.device_pages, self.gpu.mapped_logical if self.calls_left else step.logical_pages)
+        device, logical = step.device_pages, step.logical_pages
+        if self.calls_left:
+            device, logical = min(device, self.gpu.mapped_device), min(logical, self.gpu.mapped_logical)
+        self.gpu.move_border(device, logical)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +115,7 @@ class Ranks:
         limits = self.options.limits
         rank.mover = parts.mover(rank.gpu, limits.steps, 1 + self.seed % 3)
         rank.border = parts.border(rank.coordinator, rank.policy.make_room, rank.mover, lambda value: self._agree(rank))
+        rank.border.calm_looks = 1 + self.seed % 2
         return rank
 
     # -- misses -----------------------------------------------------------------------------------------------------

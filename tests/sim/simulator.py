@@ -329,7 +329,7 @@ class Simulation:
         self.ranks.each(lambda rank: (rank.border.follow(), rank.border.ended))
         if self.rested:
             before = self.ranks.first.border.begun
-            self.ranks.each(lambda rank: (rank.border.look(), rank.border.begun))
+            self.ranks.each(lambda rank: (rank.border.rest(), rank.border.begun))
             if self.ranks.first.border.begun != before:
                 self.ranks.take_plan()
         self.rested = True

@@ -42,8 +42,9 @@ def run_many(first: int, count: int) -> Counter[str]:
         options, rank = simulation.options, simulation.ranks.first
         totals.update(asdict(rank.coordinator.counters))
         totals.update({f"read {kind}": number for kind, number in rank.gpu.num_reads.items()})
-        border = rank.border
-        totals.update({"border moves": border.ended > 0, "border at its end": border.ended > 0 and border.is_at_end})
+        border, mover = rank.border, rank.mover
+        totals.update({"border moves": mover.num_begun > 0, "border at its end": border.ended > 0 and border.is_at_end})
+        totals.update({"border goes back": mover.num_back})
         totals.update({"stale": simulation.ranks.stale, "forwards": simulation.num_launches})
         totals.update({"ordered by misses": simulation.ranks.miss_rounds})
         totals.update({"several ranks": options.num_ranks > 1, "ledger": options.ledger})
@@ -59,7 +60,7 @@ def test_fixed_schedules() -> None:
         "pages_mirrored", "pages_spilled", "pages_promoted", "leases_acquired", "pages_rehomed",
         "stale_acknowledgements", "refusals", "read resident", "read hot", "read host", "read streamed", "stale",
         "several ranks", "no overlap", "no radix", "ledger", "ordered by misses", "pages_relocated",
-        "border moves", "border at its end",
+        "border moves", "border at its end", "border goes back",
     ):  # fmt: skip
         assert totals[event] >= 50, (event, totals[event])
     assert totals["leases_acquired"] == totals["leases_released"]
