@@ -12,10 +12,11 @@ results in serving_h200.json. --equal bytes: KV rows and index keys together tak
 results in serving_equal_memory_h200.json, where pool_tokens is the pool of plain SGLang.
 
 ours_elastic is ours with elastic_border: it begins with the device tokens of plain SGLang, and has as many logical tokens as
-ours; only with --equal bytes. --output and --stream-interval: with 256 tokens prefill takes most of the time of a long prompt;
-longer outputs show decode; one event a token makes the HTTP stream the bottleneck of small models. A result file holds rows of
-one stream interval (`stream_interval`; a file without it: 1); a call with another one ends before it starts a server, unless
---base names a file that does not exist.
+ours; only with --equal bytes. ours_audit checks rows while it runs; ours_latency admits without a look at the throughput.
+--output and --stream-interval: with 256 tokens prefill takes most of the time of a long prompt; longer outputs show decode; one
+event a token makes the HTTP stream the bottleneck of small models. A result file holds rows of one stream interval
+(`stream_interval`; a file without it: 1) and of one --config (`config`); a call with another one ends before it starts a server,
+unless --base names a file that does not exist.
 
 Columns, of one run: output_tok_s from the first sending to the last token; decode_tok_s, tokens that arrive after a wave's last
 first token over the time after it (an event's tokens count when it arrives); ttft_s and itl_ms, means over the requests;
@@ -26,6 +27,7 @@ run with the median output_tok_s (of an even number the lower), and `repeats` ha
 
 import argparse
 import itertools
+import json
 import pathlib
 import shlex
 import sys
@@ -46,6 +48,8 @@ SYSTEMS = {
     "builtin": ServerSpec("bench-builtin", hisparse=True, radix=False),
     "ours": ServerSpec("bench-ours", hisparse=True, plugin=True),
     "ours_elastic": ServerSpec("bench-elastic", hisparse=True, plugin=True, config={"elastic_border": True}),
+    "ours_audit": ServerSpec("bench-audit", hisparse=True, plugin=True, env={"SGLANG_HISPARSE_AUDIT": "1"}),
+    "ours_latency": ServerSpec("bench-latency", hisparse=True, plugin=True, config={"admission": "latency"}),
 }
 DEFAULT_SYSTEMS = ["plain", "builtin", "ours"]
 RESULTS = pathlib.Path("scripts/results")
@@ -92,17 +96,19 @@ class Run:
         return self.path if self.path.exists() else self.args.base or RESULTS / FILES[self.args.equal]
 
     def check_base(self) -> None:
-        """Raises ValueError when rows of another stream interval would be carried over."""
-        known, mine = read_document(self.base).get("stream_interval", 1), self.args.stream_interval
-        if self.base.exists() and known != mine:
-            raise ValueError(f"{self.base} has rows of --stream-interval {known}, this call has {mine}; "
-                             "another --out, and a --base that does not exist, begin a file of its own")  # fmt: skip
+        """Raises ValueError when rows of another stream interval or config would be carried over."""
+        document = read_document(self.base)
+        for option, otherwise, mine in (("stream_interval", 1, self.args.stream_interval), ("config", {}, self.args.config)):
+            known = document.get(option, otherwise)
+            if self.base.exists() and known != mine:
+                raise ValueError(f"{self.base} has rows of --{option.replace('_', '-')} {known}, this call has {mine}; "
+                                 "another --out, and a --base that does not exist, begin a file of its own")  # fmt: skip
 
     def write(self, runs: Sequence[dict[str, Any]]) -> None:
         """Set the row of a point to its median run, and what follows from all rows."""
         args, row = self.args, median_run(runs)
         head = {"commit": args.commit, "versions": versions(args.site), "command": args.command}
-        head["stream_interval"] = args.stream_interval
+        head |= {"stream_interval": args.stream_interval, "config": args.config}
         update(self.path, self.base, [row], SERVING_KEYS, SERVING_IDENTITY, head)
         known = read_document(self.path)
         tail: dict[str, Any] = {"ratios": ratios(known["rows"])}
@@ -140,11 +146,18 @@ def groups(args: argparse.Namespace, contexts: Sequence[int]) -> list[list[int]]
     return [list(contexts[first : first + size]) for first in range(0, len(contexts), size)]
 
 
+def spec_of(args: argparse.Namespace, system: str) -> ServerSpec:
+    """A system with the options of the call; --config is for ours, whose own keys come before it."""
+    spec = SYSTEMS[system]
+    config = args.config | spec.config if spec.plugin else spec.config
+    return replace(spec, config=config, extra_args=("--stream-interval", str(args.stream_interval)))
+
+
 def members_of(args: argparse.Namespace, contexts: Sequence[int]) -> dict[str, Member]:
     """The servers of some contexts, by "system@context"."""
     return {
         f"{system}@{context}": member(
-            replace(SYSTEMS[system], extra_args=("--stream-interval", str(args.stream_interval))),
+            spec_of(args, system),
             pool_of(args, system, context),
             ratio=args.ratio,
             max_running=64,
@@ -208,7 +221,7 @@ def ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     for point in dict.fromkeys(tuple(row[key] for key in keys) for row in rows):
         speed = {row["system"]: row["output_tok_s"] for row in rows if tuple(row[key] for key in keys) == point}
         ours = speed.pop("ours", None)
-        speed.pop("ours_elastic", None)
+        speed = {system: value for system, value in speed.items() if not system.startswith("ours_")}
         if ours is None or not speed:
             continue
         better = max(speed, key=lambda system: speed[system])
@@ -293,6 +306,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", type=numbers, default=[256], help="tokens to generate, comma-separated")
     parser.add_argument("--stream-interval", type=int, default=1, help="tokens of an event, for every system")
     parser.add_argument("--repeats", type=int, default=1, help="runs of every point; the row is the median run")
+    parser.add_argument("--config", type=json.loads, default={}, help="further keys of the config of ours, as JSON")
     parser.add_argument("--waves", type=int, default=4, help="how often a single stream is repeated")
     parser.add_argument("--equal", choices=list(FILES), default="tokens", help="what is equal between the systems")
     parser.add_argument("--ratio", type=int, default=6, help="logical tokens per device token of the HiSparse systems")
@@ -323,7 +337,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit status: 0, 1 when a point failed or was left out, 2 when known rows have another stream interval."""
+    """Exit status: 0, 1 when a point failed or was left out, 2 when known rows have another stream interval or config."""
     args = parse_arguments(argv)
     paths = Paths(args.model, args.logs, args.site, args.plugin, args.cache)
     run, grid = Run(args, time.monotonic() + args.budget), points(args)

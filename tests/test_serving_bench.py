@@ -57,7 +57,7 @@ def test_benchmark_end_to_end_on_a_fake_server(fake_paths: server.Paths, tmp_pat
     assert _bench(fake_paths, out) == 0
     assert _bench(fake_paths, out, "--systems", "ours") == 0
     document = json.loads((out / "serving_h200.json").read_text())
-    head = ["commit", "versions", "command", "stream_interval", "ratios", "repeats"]
+    head = ["commit", "versions", "command", "stream_interval", "config", "ratios", "repeats"]
     assert [key for key in document if key != "rows"] == head and document["repeats"] == []
     assert len(document["rows"]) == 6 and all(tuple(row) == results.SERVING_KEYS for row in document["rows"])
     assert {row["system"] for row in document["rows"]} == {"plain", "builtin", "ours"}
@@ -101,11 +101,29 @@ def test_repeats_take_turns_and_leave_the_median_run(
     assert _bench(fake_paths, tmp_path, *arguments, "1") == 2
     results.write_json(base, {"rows": []})
     assert _bench(fake_paths, tmp_path / "new", "--stream-interval", "2", "--base", str(base)) == 2
+    assert _bench(fake_paths, tmp_path / "new", "--config", '{"device_buffer_size": 2048}', "--base", str(base)) == 2
     assert (tmp_path / "serving_h200.json").read_bytes() == before and not (tmp_path / "new").exists()
     order.clear()
     assert _bench(fake_paths, tmp_path, *arguments, "1", "--stream-interval", "4", "--output", "8") == 0
     repeats = json.loads((tmp_path / "serving_h200.json").read_text())["repeats"]
     assert [one["output"] for one in repeats] == [9, 9]
+
+
+def test_variants_of_ours_are_compared_with_ours_alone(tmp_path: pathlib.Path) -> None:
+    """Goal: the ratio says nothing of variants; --config is for ours only. Method: rows and members by hand."""
+    row = {"model": "m", "dtype": "d", "context": 8, "output": 1, "concurrency": 1, "pool_tokens": 9}
+    speeds = {"plain": 10.0, "ours": 12.0, "ours_audit": 30.0, "ours_latency": 40.0, "ours_elastic": 50.0}
+    (ratio,) = bench_serving.ratios([row | {"system": system, "output_tok_s": speed} for system, speed in speeds.items()])
+    assert (ratio["better"], ratio["others"], ratio["ours_over_better"]) == ("plain", 1, 1.2)
+    args = bench_serving.parse_arguments([
+        str(tmp_path), "--out", str(tmp_path), "--commit", "abc", "--systems", "builtin,ours,ours_audit,ours_latency",
+        "--config", '{"device_buffer_size": 2048, "admission": "throughput"}', "--equal", "bytes",
+    ])  # fmt: skip
+    specs = {key.split("@")[0]: one.spec for key, one in bench_serving.members_of(args, [16_000]).items()}
+    assert specs["builtin"].config == {"host_to_device_ratio": 6}
+    ours = specs["builtin"].config | args.config
+    assert specs["ours"].config == specs["ours_audit"].config == ours and specs["ours_latency"].config == ours | {"admission": "latency"}
+    assert specs["ours_audit"].env == {"SGLANG_HISPARSE_AUDIT": "1"} and not specs["ours"].env
 
 
 def test_elastic_system_begins_with_plains_tokens_and_ends_at_ours(tmp_path: pathlib.Path) -> None:
