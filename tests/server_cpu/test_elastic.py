@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("sglang")
@@ -85,28 +86,91 @@ def test_the_cache_outlives_the_device_tokens_of_the_start(overlap: bool) -> Non
         finish(engine)
 
 
+def pass_late(engine: Engine) -> None:
+    """The forward stream has not passed a plan when it is asked about it for the first time."""
+    place, seen = border(engine), [0]
+
+    def has_vacated() -> bool:
+        known, seen[0] = seen[0], place.begun
+        return known == place.begun
+
+    engine.coordinator.border.memory.has_vacated = has_vacated
+
+
+def deferrals(engine: Engine) -> list[bool]:
+    """What requests that ask whether they should wait for the border are answered from now on."""
+    answers: list[bool] = []
+    ask = border(engine).defers
+
+    def defers(num_pages: int) -> bool:
+        answers.append(ask(num_pages))
+        return answers[-1]
+
+    border(engine).defers = defers
+    return answers
+
+
 def test_a_burst_is_not_held_up() -> None:
     """Goal: prompts that come all at once seldom wait for memory to move. Method: a stream that passes a plan one iteration late; a
     prompt takes as many pages as a step gives, over two chunks; count answers that put a request off."""
     sizes = {"device_pages": 150, "ratio": 6, "hot_pages": 2, "max_running_requests": 24, "chunked_prefill_size": 8 * PAGE}
     with elastic_engine(**sizes) as engine:
-        moving, border_of_server = engine.coordinator.border.memory, border(engine)
-        passed, waits = [0], []
-
-        def has_vacated() -> bool:
-            """No when it is asked about a plan for the first time."""
-            known, passed[0] = passed[0], border_of_server.begun
-            return known == border_of_server.begun
-
-        def defers(num_pages: int, ask: Any = border_of_server.defers) -> bool:
-            waits.append(ask(num_pages))
-            return waits[-1]
-
-        moving.has_vacated, border_of_server.defers = has_vacated, defers
+        pass_late(engine)
+        waits = deferrals(engine)
         handles = submit(engine, [16 * PAGE - 4] * 24, 30, seed=5)
         engine.run_until_idle()
         assert_outputs(handles)
-        assert border_of_server.ended > 8 and sum(waits) < 10, (border_of_server.ended, sum(waits))
+        assert border(engine).ended > 8 and sum(waits) < 10, (border(engine).ended, sum(waits))
+        finish(engine)
+
+
+def play_turn(engine: Engine, histories: list[list[int]], added: int, new: int, seed: int) -> int:
+    """One turn of conversations that go in step: each prompt is the history and `added` tokens. Returns iterations in which nothing ran,
+    from the arrival of all until all are answered."""
+    rng, runtime = np.random.default_rng(seed), engine.coordinator
+    handles = [engine.submit(history + rng.integers(10, 1000, added).tolist(), new) for history in histories]
+    launched, idle, begin = [0], 0, runtime.before_forward
+
+    def before_forward() -> None:
+        launched[0] += 1
+        begin()
+
+    runtime.before_forward = before_forward
+    while not all(handle.finished for handle in handles):
+        before = launched[0]
+        engine.step()
+        idle += launched[0] == before
+        assert idle < 100, "requests wait, and nothing runs"
+    del runtime.before_forward
+    assert_outputs(handles)
+    for history, handle in zip(histories, handles, strict=True):
+        history[:] = [*handle.prompt, *handle.output]
+    return idle
+
+
+def test_turns_in_step_are_not_held_up() -> None:
+    """Goal: no turn of conversations that go in step is held up, neither while the border moves nor near its end. Method: 32 of them bring
+    it to its last places, then a flush and half as many; count iterations of each turn in which nothing runs, and put-offs."""
+    sizes = {"device_pages": 115, "ratio": 4.33, "hot_pages": 2, "max_running_requests": 32, "chunked_prefill_size": 8 * PAGE}
+    with elastic_engine(**sizes) as engine:
+        pass_late(engine)
+        waits, places, ended = deferrals(engine), [], 0
+        for count, turns in ((32, 8), (16, 4)):
+            waits.clear()
+            histories: list[list[int]] = [[] for _ in range(count)]
+            for turn in range(turns):
+                idle = play_turn(engine, histories, 10 if turn else 700, 12, seed=100 * count + turn)
+                # At the end of a turn the last launch is still to be processed; in between, batches of prompts end.
+                assert idle <= 3, (count, turn, idle)
+                places.append(border(engine).ended)
+            assert sum(waits) < 10 if count == 32 else not any(waits), (count, sum(waits))
+            engine.run_until_idle()
+            engine.coordinator.settle()
+            assert engine.flush()
+            ended = ended or border(engine).ended
+        steps = len(border(engine).steps)
+        assert steps - 6 < ended < steps - 1 and len(set(places[:8])) > 1, places
+        assert set(places[8:]) == {ended}, "half as many conversations fit in front of it"
         finish(engine)
 
 
