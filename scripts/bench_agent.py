@@ -155,6 +155,8 @@ def warm(servers: Mapping[str, Server], shape: Shape, timeout_s: float) -> None:
             agent.play_turn(server.url, group, 8, 2, timeout_s)
         send(server.url, random_prompts("warm", [700] * 12), 8, 12, timeout_s)
         server.flush()
+        if not server.freeze_gc():
+            print(f"[{server.spec.name}] collects garbage of its start while it is measured", flush=True)
 
     with ThreadPoolExecutor(len(servers)) as pool:
         list(pool.map(one, servers.values()))
@@ -172,8 +174,8 @@ def measure(run: Run, system: str, count: int) -> None:
                        timeout_s=run.args.request_timeout, ends=run.ends)  # fmt: skip
     for number, turn in turns:
         run.write([row_of(count, number, system, turn)])
-        print(f"[{system}] {count} conversations, turn {number}: TTFT {turn.ttft_s:.3f} s, "
-              f"{turn.output_tok_s:.1f} tok/s, {turn.prefilled_tokens} prefilled", flush=True)  # fmt: skip
+        print(f"[{system}] {count} conversations, turn {number}: TTFT {turn.ttft_s:.3f} s "
+              f"({turn.least_ttft_s:.3f} to {turn.most_ttft_s:.3f}), {turn.output_tok_s:.1f} tok/s, {turn.prefilled_tokens} prefilled", flush=True)  # fmt: skip
     server.check_alive()
     if server.spec.plugin:
         case = agent.case_of(count) + (", elastic border" if system == "ours_elastic" else "")

@@ -242,6 +242,7 @@ def measure_group(run: Run, servers: dict[str, Server], grid: dict[int, list[int
             # The longest prefill chunk and the batch sizes compile or warm up before the clock runs.
             send(server.url, random_prompts(-1, [context] * 2), 16, 2, args.request_timeout)
             server.flush()
+            server.freeze_gc()
             run.counters[f"{system}@{context}"] = settled_counters(server)
         for concurrency, output in itertools.product(grid[context], args.output):
             load = Load(concurrency, args.waves if concurrency == 1 else 1, context, output)

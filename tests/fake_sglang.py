@@ -57,6 +57,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 resume.clear()
                 if request["mode"] == "abort": aborted.update(running)
             elif self.path == "/continue_generation": resume.set()
+            elif self.path == "/freeze_gc": print("gc frozen after", served, "requests")
         self.answer(b"done")
     def generate(self, request):
         global served

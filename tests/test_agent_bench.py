@@ -47,12 +47,12 @@ def test_prompts_hold_what_came_before() -> None:
 
 
 def test_figures_of_a_turn() -> None:
-    """Goal: median TTFT, throughput over the whole turn, tokens not cached. Method: three replies made by hand."""
+    """Goal: median TTFT and its spread, throughput over the whole turn, tokens not cached. Method: three replies made by hand."""
     replies = [
         Reply([1] * 4, start, [start + ttft, start + 4], [1, 4], prompt_tokens=100, cached_tokens=cached)
         for start, ttft, cached in ((0.0, 1.0, 64), (0.0, 3.0, 0), (2.0, 2.0, 96))
     ]
-    assert agent.condense(replies) == agent.Turn(2.0, 12 / 6, 36 + 100 + 4)
+    assert agent.condense(replies) == agent.Turn(2.0, 12 / 6, 36 + 100 + 4, 1.0, 3.0)
 
 
 def _row(system: str, turn: int, ttft_s: float, speed: float, count: int = 16) -> dict[str, Any]:
@@ -94,12 +94,15 @@ def test_agreement_names_the_first_difference() -> None:
 
 
 def test_benchmark_end_to_end_on_fake_servers(tmp_path: pathlib.Path) -> None:
-    """Goal: rows in the issue's form for four systems, prefixes found where there is a cache, tokens compared with plain.
+    """Goal: rows in the issue's form for four systems, prefixes found where there is a cache, tokens compared with plain; what servers
+    hold once they are warm is not collected while they are measured.
     Method: fake servers started all at once, two calls, the second carrying on the file of the first."""
     assert _bench(tmp_path) == 0
     document = _document(tmp_path)
     rows = {(row["conversations"], row["turn"], row["system"]): row for row in document["rows"]}
     assert len(rows) == 2 * 3 * 4 and all(tuple(row) == results.AGENT_KEYS for row in rows.values())
+    for system in bench_agent.DEFAULT_SYSTEMS:  # 2 turns of 2 conversations and 12 prompts
+        assert (tmp_path / "logs" / f"agent-{system}.log").read_text().splitlines() == ["gc frozen after 16 requests"]
     assert list(document["settings"]) == ["1", "3"]
     shape = document["settings"]["3"]["shape"]
     assert shape == {"turns": 3, "first": 222, "later": 2, "output": 1}

@@ -55,6 +55,8 @@ def test_benchmark_end_to_end_on_a_fake_server(fake_paths: server.Paths, tmp_pat
     """Goal: rows of all systems in the issue's form, replaced when measured again. Method: a fake server, two calls."""
     out = tmp_path / "out"
     assert _bench(fake_paths, out) == 0
+    logs = [log.read_text() for log in fake_paths.logs.glob("*.log")]
+    assert logs == ["gc frozen after 2 requests\n"] * 3, "after the two prompts that warm each of them"
     assert _bench(fake_paths, out, "--systems", "ours") == 0
     document = json.loads((out / "serving_h200.json").read_text())
     head = ["commit", "versions", "command", "stream_interval", "config", "ratios", "repeats"]

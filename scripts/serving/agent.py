@@ -59,11 +59,16 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one turn of all conversations took. prefilled_tokens: prompt tokens not found in a cache, summed over them."""
+    """What one turn of all conversations took. prefilled_tokens: prompt tokens not found in a cache, summed over them.
+
+    least_ttft_s, most_ttft_s: where the median is high, they tell a pause before all from conversations that come one after the other.
+    """
 
     ttft_s: float
     output_tok_s: float
     prefilled_tokens: int
+    least_ttft_s: float
+    most_ttft_s: float
 
 
 def conversations(count: int, shape: Shape, seed: int | str) -> list[Conversation]:
@@ -83,12 +88,14 @@ def play_turn(url: str, group: Sequence[Conversation], output: int, at_once: int
 
 
 def condense(replies: Sequence[Reply]) -> Turn:
-    """Median TTFT, output throughput from the first sending to the last token, and the tokens prefilled."""
+    """Median TTFT and its spread, output throughput from the first sending to the last token, and the tokens prefilled."""
     wall_s = max(reply.arrivals[-1] for reply in replies) - min(reply.start_s for reply in replies)
     return Turn(
         ttft_s=statistics.median(reply.ttft_s for reply in replies),
         output_tok_s=sum(len(reply.tokens) for reply in replies) / wall_s,
         prefilled_tokens=sum(reply.prompt_tokens - reply.cached_tokens for reply in replies),
+        least_ttft_s=min(reply.ttft_s for reply in replies),
+        most_ttft_s=max(reply.ttft_s for reply in replies),
     )
 
 

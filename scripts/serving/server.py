@@ -84,7 +84,7 @@ def command_line(spec: ServerSpec, paths: Paths, limits: Limits, port: int) -> l
     command = [
         sys.executable, "-m", "sglang.launch_server", "--host", "127.0.0.1", "--port", str(port),
         "--model-path", str(paths.model.resolve()), "--log-level", "warning",
-        "--skip-tokenizer-init", "--skip-server-warmup",
+        "--skip-tokenizer-init", "--skip-server-warmup", "--gc-warning-threshold-secs", "0.1",
         "--kv-cache-dtype", limits.kv_dtype,
         "--dsa-prefill-backend", backend, "--dsa-decode-backend", backend,
         "--mem-fraction-static", str(limits.mem_fraction), "--max-running-requests", str(limits.max_running),
@@ -190,6 +190,11 @@ class Server:
                 return False
             time.sleep(0.3)
         return True
+
+    def freeze_gc(self) -> bool:
+        """Keep what the server's processes hold by now out of garbage collections; to be asked for once it is warm. SGLang does so after
+        a warm-up of its own, which these servers leave out: it then asks before it listens, and seldom succeeds."""
+        return self.get("/freeze_gc", method="POST") is not None
 
     def counters(self) -> dict[str, int]:
         """The plugin's counters on the first rank since start, as last written; empty for a server without the plugin."""
