@@ -69,6 +69,10 @@ def longest_request_tokens(device_tokens: int, logical_tokens: int, page_size: i
     return min(max(device_tokens, scratch_tokens), logical_tokens) - 2 * page_size
 
 
+WINDOWED_BACKENDS = frozenset({"flashmla_sparse", "flashmla_kv"})
+"""Values of --dsa-prefill-backend whose kernel call can be cut into windows of requests (transfer/attention_windows.py)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Prefill:
     """How a request is to be prefilled. `pages`: device pages that admission charges; `chunk_pages`: longest chunk where it
@@ -88,7 +92,7 @@ class PrefillRule:
     so that admission and allocation come to the same answer. All counts are pages unless the name says otherwise.
 
     Resident is preferred. Streamed are prompts that the device can never hold, and short extends of a prefix that lies mostly
-    on the host: bringing it back would spill others, and would only be waited for. Either needs the scratch to hold it all.
+    on the host: bringing it back would spill others, and would only be waited for. Either needs the scratch to hold the request.
     """
 
     num_device_pages: int
@@ -100,6 +104,11 @@ class PrefillRule:
     union_tokens: int = 0  #: most new tokens of a forward that fetches only the rows it selects; 0: none does
     top_k: int = 0
     row_bytes: int = 0  #: of one token and layer; 0: whole pages are waited for as unions are
+    has_windows: bool = False  #: a batch may read more pages than the scratch holds, requests by requests
+
+    def shares_batch(self, pages: int) -> bool:
+        """Whether a batch with a streamed prefill may read so many pages in all."""
+        return self.has_windows or pages <= self.scratch_pages
 
     def fetches_union(self, new_tokens: int, host_rows: int) -> bool:
         """Whether a streamed forward of `new_tokens` fetches the rows that they select instead of all `host_rows`. Of whole pages

@@ -22,6 +22,7 @@ from sglang_hisparse.memory.radix import HiSparseRadixCache
 from sglang_hisparse.runtime import HiSparseRuntime
 from sglang_hisparse.shutdown import with_shutdown
 from sglang_hisparse.sync_debug import no_device_sync
+from sglang_hisparse.transfer.attention_windows import around_flashmla_kv, around_flashmla_sparse
 from sglang_hisparse.transfer.index_scores import ScoreTap
 from sglang_hisparse.validation import validate_server_args
 
@@ -308,6 +309,18 @@ HOOKS: tuple[Hook, ...] = (
         "AROUND",
         around_topk_paged,
         "the indexer's scores of a decode step say which hot rows leave, where the configuration wants that",
+    ),
+    Hook(
+        "layers.attention.dsa_backend.DeepseekSparseAttnBackend._forward_flashmla_sparse",
+        "AROUND",
+        around_flashmla_sparse,
+        "attention of a streamed batch that reads more than its scratch holds runs window after window (bf16)",
+    ),
+    Hook(
+        "layers.attention.dsa_backend.DeepseekSparseAttnBackend._forward_flashmla_kv",
+        "AROUND",
+        around_flashmla_kv,
+        "the same for fp8 rows",
     ),
     Hook(
         "managers.scheduler.Scheduler.__init__",

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from sglang_hisparse.memory.pool import HiSparsePool
-from sglang_hisparse.residency.types import StreamPlan
+from sglang_hisparse.residency.types import StreamPlan, StreamWindow
+from sglang_hisparse.transfer.attention_windows import around_flashmla_kv, around_flashmla_sparse
 from sglang_hisparse.transfer.prefix_stream import PrefixStream
 
 pytest.importorskip("sglang", reason="sglang is not installed")
@@ -164,6 +165,60 @@ def test_stale_rows_do_not_reach_a_result(sglang_dsa: Any, impl: str, stale: flo
         assert torch.equal(whole, part) and not whole.isnan().any() and whole[:4].any() and not whole[4].any()
 
 
+def _in_windows(backend: Any, impl: str) -> None:
+    """The hook around the backend's call of its kernel, as in a server."""
+    name = f"_forward_{impl}"
+    original, hook = getattr(backend, name), around_flashmla_kv if impl == "flashmla_kv" else around_flashmla_sparse
+    setattr(backend, name, lambda **given: hook(lambda _, **cut: original(**cut), backend, **given))
+
+
+@pytest.mark.parametrize("impl", ["flashmla_sparse", "flashmla_kv"])
+@pytest.mark.parametrize("padding", [0, 2])
+def test_windows_give_what_the_whole_scratch_gives(sglang_dsa: Any, impl: str, padding: int) -> None:
+    """Goal: attention cut between requests is attention. Method: SGLang's forward_extend of three requests with pages of their own,
+    one of them read from the pool, whole and in windows; rows of padding behind the last one."""
+    random = np.random.default_rng(5)
+    host, device = ([torch.randn(12 * PAGE, 1, DIM) for _ in range(LAYERS)] for _ in range(2))
+    plans = [StreamPlan(np.array(h), np.array(r), np.array(d)) for h, r, d in (([7, 2], [3], [5]), ([11, 2], [], []), ([], [9], [8]))]
+    whole = StreamPlan(np.array([7, 2, 11]), np.array([3, 9]), np.array([5, 8]))
+    tokens = [3, 1, 4]
+    spans = np.cumsum([0, *tokens])
+    ids = np.full((LAYERS, spans[-1] + padding, 9), -1)
+    for number, plan in enumerate(plans):
+        pages = np.concatenate([plan.host_pages, plan.resident_pages])
+        shape = (LAYERS, tokens[number], 9)
+        drawn = random.choice(pages, shape) * PAGE + random.integers(0, PAGE, shape)
+        ids[:, spans[number] : spans[number + 1]] = np.where(random.random(shape) < 0.2, -1, drawn)
+    selected = [torch.from_numpy(rows).int() for rows in ids]
+    queries = [torch.randn(len(ids[0]), HEADS, DIM) for _ in range(LAYERS)]
+    lengths = torch.arange(len(ids[0]), dtype=torch.int32)
+    results, seen = [], []
+    for cut in (False, True):
+        pool = _pool(host, device)
+        pool.page_table[9] = 8
+        pool.kv_buffer, pool.layer_transfer_counter = device, None
+        backend = _backend(
+            sglang_dsa,
+            impl,
+            token_to_kv_pool=pool,
+            forward_metadata=SimpleNamespace(dsa_cache_seqlens_int32=lengths, flashmla_metadata="of the batch", other=5),
+            **_kernel_of(impl, seen),
+            _compute_flashmla_metadata=lambda cache_seqlens, seq_len_q: ("of", cache_seqlens.tolist()),
+        )
+        _in_windows(backend, impl)
+        if cut:
+            windows = zip([*plans[:2], None], spans, spans[1:], strict=False)
+            pool.prefix_stream.begin_windows([StreamWindow(plan, int(a), int(b)) for plan, a, b in windows])
+        else:
+            pool.prefix_stream.begin(whole)
+        results.append(_extend(backend, selected, queries))
+        pool.prefix_stream.finish()
+    for one, other in zip(*results, strict=True):
+        assert torch.allclose(one, other) and not one.isnan().any() and one[: spans[-1]].any()
+    last = len(lengths)
+    assert seen == LAYERS * [(0, last)] + LAYERS * [(0, 3), (3, 4), (4, last)], "each kernel gets the lengths of its rows"
+
+
 def test_the_kernel_above_would_show_a_row_of_page_0(sglang_dsa: Any) -> None:
     """Goal: the test before can fail. Method: NaN in page 0, read for an entry without a row."""
     cache = torch.randn(2 * PAGE, DIM)
@@ -173,12 +228,20 @@ def test_the_kernel_above_would_show_a_row_of_page_0(sglang_dsa: Any) -> None:
     assert values[0].isnan().all() and not values[1].isnan().any()
 
 
-def _kernel_of(impl: str) -> dict[str, Any]:
-    """The backend's call of its kernel, replaced by `_attention`."""
+def _kernel_of(impl: str, seen: list[tuple[int, int]] | None = None) -> dict[str, Any]:
+    """The backend's call of its kernel, replaced by `_attention`; `seen` gets the first and last length of its rows."""
 
     def run(
-        *, q_all: torch.Tensor, kv_cache: torch.Tensor, page_table_1: torch.Tensor, sm_scale: float, **_: Any
+        *, q_all: torch.Tensor, kv_cache: torch.Tensor, page_table_1: torch.Tensor, sm_scale: float, **given: Any
     ) -> torch.Tensor:
+        if seen is not None:
+            metadata = given.get("metadata")
+            lengths = given["topk_length"] if metadata is None else metadata.dsa_cache_seqlens_int32
+            if metadata is not None:
+                own = ("of", lengths.tolist()) if metadata.flashmla_metadata != "of the batch" else "of the batch"
+                assert metadata.flashmla_metadata == own and metadata.other == 5
+            assert len(lengths) == len(q_all) == len(page_table_1)
+            seen.append((int(lengths[0]), int(lengths[-1]) + 1))
         return _attention(q=q_all, cache=kv_cache, rows=page_table_1, scale=sm_scale)
 
     return {f"_forward_{impl}": run}

@@ -9,7 +9,7 @@ evicting the tree), and a second one counts device pages, in the two forms that 
 
 A request is admitted while the sum over all requests, with itself as being prefilled, fits the device. Spilling can always
 reach that sum, so nothing admitted here can fail to get its pages (I7), and one request alone always fits (I8). A batch with a
-streamed prefill has room for all its pages in the scratch.
+streamed prefill has room for all its pages in the scratch, unless attention reads it in windows.
 All methods are pure: the pass may be dropped (R17). Last of all the admission gate is asked (admission.py), which only counts
 its refusals.
 """
@@ -59,7 +59,7 @@ class HiSparsePrefillBudget(PrefillBudget):
         self._candidate_pages = cached + self._pages(min(limit for limit in limits if limit is not None))
         if not (self._batch_streams or self._candidate.is_streamed):
             return True
-        if self._batch_pages + self._candidate_pages <= self._extends.rule.scratch_pages:
+        if self._extends.rule.shares_batch(self._batch_pages + self._candidate_pages):
             return True
         self._extends.note_refusal()
         return False

@@ -41,13 +41,13 @@ class _Request:
 @dataclass(frozen=True, slots=True)
 class Launch:
     """The slots of the batch that was allocated last, the lengths that its forward brings them to, whether they decode then
-    (lists, or arrays [n]); new_tokens: those of an extend, over all its requests."""
+    (lists, or arrays [n]); new_tokens: those of an extend, request by request."""
 
     slots: Sequence[int] | np.ndarray
     seq_lens: Sequence[int] | np.ndarray
     prefill_ends: Sequence[bool] | np.ndarray
     is_extend: bool
-    new_tokens: int = 0
+    new_tokens: Sequence[int] = ()
 
 
 class Extends:
@@ -146,7 +146,7 @@ class Extends:
             [r.seq_len for r in requests],
             [r.prefill_ends for r in requests],
             is_extend=True,
-            new_tokens=sum(r.new_tokens for r in requests),
+            new_tokens=[r.new_tokens for r in requests],
         )
 
     def continued_chunk(self) -> tuple[int, int] | None:
@@ -175,9 +175,15 @@ class Extends:
         if self.stream is None:
             return
         self.stream.end()
-        if launch is not None and launch.is_extend and (plan := self.residency.plan_stream(launch.slots)) is not None:
-            union = self.rule.fetches_union(launch.new_tokens, len(plan.host_pages) * self.page_size)
-            self.stream.begin(replace(plan, union=union))
+        if launch is None or not launch.is_extend or (plan := self.residency.plan_stream(launch.slots)) is None:
+            return
+        if self.rule.has_windows and plan.num_pages > self.stream.num_pages:
+            self.stream.begin_windows(
+                self.residency.plan_windows(launch.slots, launch.new_tokens, self.stream.num_pages)
+            )
+            return
+        union = self.rule.fetches_union(sum(launch.new_tokens), len(plan.host_pages) * self.page_size)
+        self.stream.begin(replace(plan, union=union))
 
     def after_forward(self) -> None:
         if self.stream is not None:

@@ -249,6 +249,8 @@ class HiSparsePool(HiSparseDSATokenToKVPool):
         """
         if compressed_indices.ndim == 1:
             return self.write_rows(compressed_indices)
+        if self.reads_windows:
+            return compressed_indices  # each window translates its own (transfer/attention_windows.py)
         if (stream := self._running_stream()) is not None:
             stream.select(compressed_indices)
             return rows_for_reading(compressed_indices, stream.table, self.page_size)
@@ -259,6 +261,23 @@ class HiSparsePool(HiSparseDSATokenToKVPool):
         stream = self.prefix_stream
         return stream if stream is not None and stream.active else None
 
+    @property
+    def reads_windows(self) -> bool:
+        """Whether attention of the forward that runs now reads the scratch in several windows."""
+        stream = self._running_stream()
+        return stream is not None and len(stream.windows) > 1
+
+    def window_rows(self, window: int, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(buffer [num_rows, 1, dim], its rows int32 of ids' shape) of a window of the layer that attention has asked for."""
+        layer = self.prefix_stream.layer
+        scratch = self.prefix_stream.enter(window)
+        if scratch is None:
+            return super().get_key_buffer(layer + self.start_layer), self.read_rows(ids)
+        return self._as_keys(scratch), rows_for_reading(ids, self.prefix_stream.table, self.page_size)
+
+    def _as_keys(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows if self.store_dtype == self.dtype else rows.view(self.dtype)
+
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
         """What attention of the layer reads: its buffer [num_rows, 1, dim], or the scratch of a streamed extend.
 
@@ -266,8 +285,7 @@ class HiSparsePool(HiSparseDSATokenToKVPool):
         """
         if (stream := self._running_stream()) is None:
             return super().get_key_buffer(layer_id)
-        rows = stream.stage(layer_id - self.start_layer)
-        return rows if self.store_dtype == self.dtype else rows.view(self.dtype)
+        return self._as_keys(stream.stage(layer_id - self.start_layer))
 
     def _translate_loc_to_hisparse_device(self, compressed_indices: torch.Tensor) -> torch.Tensor:
         return self.translate_loc_to_hisparse_device(compressed_indices)

@@ -27,10 +27,11 @@ from sglang.srt.mem_cache.host_memory import available_host_memory_bytes
 from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
 from sglang.srt.mem_cache.pool_host.base import HICACHE_HOST_MEMORY_RESERVE_BYTES, ranks_per_host
 from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
-from sglang.srt.runtime_context import get_memory, get_parallel, get_schedule
+from sglang.srt.runtime_context import get_exec, get_memory, get_parallel, get_schedule
 
 from sglang_hisparse import settings
 from sglang_hisparse.capacity import (
+    WINDOWED_BACKENDS,
     PrefillRule,
     decide_plan,
     host_share_bytes,
@@ -116,6 +117,7 @@ def prefill_rule(limits: ResidencyLimits, row_bytes: int) -> PrefillRule:
         union_tokens=settings.resolved().union_extend_tokens,
         top_k=settings.resolved().top_k,
         row_bytes=row_bytes,
+        has_windows=get_exec().kernel.dsa_prefill_backend in WINDOWED_BACKENDS,
     )
 
 

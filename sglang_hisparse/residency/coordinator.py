@@ -20,11 +20,11 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from sglang_hisparse.errors import InvariantError
+from sglang_hisparse.residency import streams
 from sglang_hisparse.residency.device_pages import DevicePages, Owner
 from sglang_hisparse.residency.host_copies import HostCopies, MirrorSink
 from sglang_hisparse.residency.page_book import PageBook
 from sglang_hisparse.residency.types import (
-    PAD_PAGE,
     LeaseChange,
     PageState,
     Promotion,
@@ -34,6 +34,7 @@ from sglang_hisparse.residency.types import (
     ResidencyPolicy,
     StepPlan,
     StreamPlan,
+    StreamWindow,
 )
 
 # As plain numbers: an enum's attribute costs more than the comparison, and these run per page and step.
@@ -373,14 +374,11 @@ class ResidencyCoordinator(HostCopies):
 
         Asked after `take_plan`: host rows and device pages are those that the forward stream has then.
         """
-        book = self.book
-        rows = [book.pages(slot) for slot in slots]
-        if not any((book.state[row] == _HOST).any() for row in rows):
-            return None
-        pages = np.unique(np.concatenate(rows))
-        on_host = book.state[pages] == _HOST
-        resident = pages[~on_host & (pages != PAD_PAGE)]
-        return StreamPlan(pages[on_host], resident, book.device_page[resident])
+        return streams.plan_of(self.book, slots)
+
+    def plan_windows(self, slots: Sequence[int], new_tokens: Sequence[int], num_pages: int) -> list[StreamWindow]:
+        """The same for a scratch of `num_pages` pages that does not hold them all: window after window."""
+        return streams.windows_of(self.book, slots, new_tokens, num_pages)
 
     def residency(self, slot: int) -> Residency:
         """FULL: no page is host-only; NONE: no page beyond the held tail is resident; MIXED: between."""

@@ -139,6 +139,19 @@ class StreamPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class StreamWindow:
+    """Consecutive requests of one extend whose pages the scratch holds at once; `first` and `last`: their new tokens are
+    first..last-1 of the batch.
+
+    One request that is all on the device and too large for the scratch reads the pool instead: `plan` is None then.
+    """
+
+    plan: StreamPlan | None
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
 class BorderStep:
     """Where the border between KV and index-K may stand: pages 1..n of either kind have memory then."""
 

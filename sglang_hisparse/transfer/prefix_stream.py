@@ -15,6 +15,13 @@ without a row FlashMLA reads page 0 with the weight 0, so that page must hold no
 
     forward stream   resident pages of layer l -> half l % 2; top-k of layer l; its union -> half l % 2; attention of layer l
 
+A batch that reads more pages than a half holds is read in windows, requests by requests: attention of a layer runs window after
+window (attention_windows.py), so that what all requests share, from weights to launches, is paid once. Windows of all layers in
+turn, W a layer, are numbered s = 0, 1, ...; window s is in half s % 2.
+
+    side stream      host pages of window s+2 -> half s % 2        behind the attention of window s
+    forward stream   wait for window s's host pages; table and resident pages of window s; attention of window s
+
 Owned by the runtime, which calls `begin` before the forward and `finish` after it; the pool calls `stage` where attention asks
 for its rows, so in the order of layers and after the layer's new rows were written. It decides nothing, never waits for the
 device and never writes the pool. Host rows that it reads are not rewritten under it (R7): a copy to the host is ordered behind
@@ -26,6 +33,7 @@ On a CPU pool the same code runs without streams, at the earliest moments that t
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,22 +43,43 @@ import torch
 from sglang_hisparse.errors import InvariantError
 from sglang_hisparse.kernels.page_copy import Direction, copy_pages, fetch_union
 from sglang_hisparse.kernels.resolver import apply_table_diff
-from sglang_hisparse.residency.types import StreamPlan
+from sglang_hisparse.residency.types import StreamPlan, StreamWindow
 
 # From the device to the device: enough blocks for the memory's bandwidth. From the host, copy_pages' own default saturates the link.
 RESIDENT_COPY_BLOCKS = 264
 
 
+@dataclass(frozen=True, slots=True)
+class _Pages:
+    """Page lists of one window, int32 on the device: logical pages, where they go, device pages of the resident ones."""
+
+    index: torch.Tensor  #: those on the host first
+    value: torch.Tensor
+    device_pages: torch.Tensor
+    num_host: int
+
+    @property
+    def host_pages(self) -> torch.Tensor:
+        return self.index[: self.num_host]
+
+    @property
+    def host_targets(self) -> torch.Tensor:
+        return self.value[: self.num_host]
+
+    @property
+    def resident_targets(self) -> torch.Tensor:
+        return self.value[self.num_host :]
+
+
 @dataclass(slots=True)
 class _Extend:
-    """The extend that is being streamed: its page lists, int32 on the device, and the layer that was staged last."""
+    """The extend that is being streamed: its windows, one where the scratch holds them all, and how far it is."""
 
-    host_pages: torch.Tensor
-    host_targets: torch.Tensor
-    device_pages: torch.Tensor
-    resident_targets: torch.Tensor
+    windows: list[_Pages | None]  #: None: reads the pool
+    spans: list[tuple[int, int]]  #: new tokens of each window
     union: bool = False
-    staged: int = -1
+    layer: int = -1  #: whose rows attention has asked for
+    staged: int = -1  #: number of the window that was staged last
     fetched: int = -1  #: layer whose union was fetched last
     times: _Times | None = None
 
@@ -101,7 +130,7 @@ class PrefixStream:
         self._rows_seen = torch.zeros(1, dtype=torch.int64).pin_memory() if self._on_gpu else self._rows_fetched
         self._extend: _Extend | None = None
         self._measured: deque[_Times] = deque()
-        self._counts = dict.fromkeys(("extends", "unions", "host_bytes", "resident_bytes", "link_us", "forward_us"), 0)
+        self._counts = dict.fromkeys(("extends", "windows", "unions", "host_bytes", "resident_bytes", "link_us", "forward_us"), 0)
         if self._on_gpu:
             self._side = torch.cuda.Stream(device=page_table.device)
             self._ready = [torch.cuda.Event() for _ in range(2)]  # the half's host pages have arrived
@@ -112,42 +141,69 @@ class PrefixStream:
         """Whether the extend that runs now reads from the scratch."""
         return self._extend is not None
 
+    @property
+    def windows(self) -> list[tuple[int, int]]:
+        """New tokens first..last-1 of each window, where the extend that runs now has several; else empty."""
+        extend = self._extend
+        return extend.spans if extend is not None and len(extend.windows) > 1 else []
+
+    @property
+    def layer(self) -> int:
+        """The layer whose rows attention has asked for, -1 before the first."""
+        return -1 if self._extend is None else self._extend.layer
+
     # -- around a forward -------------------------------------------------------------------------------------------
 
     def begin(self, plan: StreamPlan) -> None:
         """On the forward stream, after the step's plan was applied: the coming extend reads exactly the pages of `plan`."""
+        pages = self._pages_of(plan)
+        self._show(pages)
+        self._begin(_Extend([pages], [], plan.union))
+
+    def begin_windows(self, windows: Sequence[StreamWindow]) -> None:
+        """The same for an extend that reads more pages than the scratch holds; its attention asks window by window."""
+        pages = [None if window.plan is None else self._pages_of(window.plan) for window in windows]
+        self._begin(_Extend(pages, [(window.first, window.last) for window in windows]))
+        self._counts["windows"] += len(windows)
+
+    def _pages_of(self, plan: StreamPlan) -> _Pages:
         if plan.num_pages > self.num_pages:
             raise InvariantError(
                 f"I7: an extend of {plan.num_pages} pages was admitted for {self.num_pages} pages of scratch"
             )
-        num_host = len(plan.host_pages)
         targets = np.arange(1, plan.num_pages + 1)
         logical = np.concatenate([plan.host_pages, plan.resident_pages])
         lists = self._to_device(np.concatenate([logical, targets, plan.device_pages]))
-        index, value, device_pages = lists.split([plan.num_pages, plan.num_pages, len(plan.device_pages)])
-        self.table.zero_()
-        apply_table_diff(self.table, index, value)
-        self._extend = _Extend(index[:num_host], value[:num_host], device_pages, value[num_host:], plan.union)
-        self._counts["extends"] += 1
-        self._counts["unions"] += plan.union
-        self._measure()
         if self._on_gpu:
             lists.record_stream(self._side)
-            self._extend.times = _Times(_timed_event(), _timed_event())
-            self._extend.times.begun.record()
-        if plan.union:
+        index, value, device_pages = lists.split([plan.num_pages, plan.num_pages, len(plan.device_pages)])
+        return _Pages(index, value, device_pages, len(plan.host_pages))
+
+    def _show(self, pages: _Pages) -> None:
+        """The table names these pages and no others, for what is launched next on this stream."""
+        self.table.zero_()
+        apply_table_diff(self.table, pages.index, pages.value)
+
+    def _begin(self, extend: _Extend) -> None:
+        self._extend = extend
+        self._counts["extends"] += 1
+        self._counts["unions"] += extend.union
+        self._measure()
+        if self._on_gpu:
+            extend.times = _Times(_timed_event(), _timed_event())
+            extend.times.begun.record()
+        if extend.union:
             return
         self._let_fetch()
-        for layer in range(min(2, self.num_layers)):
-            self._fetch(layer)
+        for number in range(2):
+            self._fetch(number)
 
     def finish(self) -> None:
         """The forward has been launched. Raises InvariantError if its attention did not ask for every layer's rows (I6)."""
         extend = self._extend
-        if extend is not None and extend.staged != self.num_layers - 1:
-            raise InvariantError(
-                f"I6: attention asked for {extend.staged + 1} of {self.num_layers} layers of a streamed extend"
-            )
+        if extend is not None and extend.staged != self._last(extend):
+            asked = (extend.staged + 1) // len(extend.windows)
+            raise InvariantError(f"I6: attention asked for {asked} of {self.num_layers} layers of a streamed extend")
         if extend is not None and extend.union and extend.fetched != self.num_layers - 1:
             raise InvariantError(f"I6: attention of layer {extend.fetched + 1} read rows of a union without asking for them")
 
@@ -155,36 +211,71 @@ class PrefixStream:
         """Before the next forward: attention reads the pool again."""
         self._extend = None
 
+    def _last(self, extend: _Extend) -> int:
+        """Number of the last window of the last layer."""
+        return self.num_layers * len(extend.windows) - 1
+
     # -- inside a forward -------------------------------------------------------------------------------------------
 
     def note_write(self, layer: int) -> None:
         """New rows of `layer` (counted from 0 on this rank) are written to the pool; raises InvariantError if too late."""
-        if layer <= self._extend.staged:
+        if layer <= self._extend.layer:
             raise InvariantError(f"I6: rows of layer {layer} are written after its attention has asked for them")
 
     def stage(self, layer: int) -> torch.Tensor:
-        """The half that holds `layer`'s rows for what is launched next on this stream, [(num_pages + 1) * page_size, 1, dim]."""
-        extend, half = self._extend, layer % 2
-        if layer == extend.staged:
-            return self.scratch[half]
-        if layer != extend.staged + 1:
-            raise InvariantError(f"I6: layer {layer} of a streamed extend is read after layer {extend.staged}")
+        """The half that holds `layer`'s rows for what is launched next on this stream, [(num_pages + 1) * page_size, 1, dim].
+
+        With several windows nothing is there yet: `enter` gives the rows of each.
+        """
+        extend = self._extend
+        if layer not in (extend.layer, extend.layer + 1) or layer < 0:
+            raise InvariantError(f"I6: layer {layer} of a streamed extend is read after layer {extend.layer}")
+        if layer == extend.layer:
+            return self.scratch[layer % 2]
+        if extend.staged != layer * len(extend.windows) - 1:
+            raise InvariantError(f"I6: layer {layer} is read before all windows of layer {extend.layer} were")
         if extend.union:
-            if extend.fetched != extend.staged:
-                raise InvariantError(f"I6: layer {layer} is staged before the union of layer {extend.staged} was fetched")
+            if extend.fetched != extend.layer:
+                raise InvariantError(f"I6: layer {layer} is staged before the union of layer {extend.layer} was fetched")
             self._marks.zero_()
-        elif self._on_gpu and len(extend.host_pages):
-            torch.cuda.current_stream().wait_event(self._ready[half])
-        if not extend.union and 0 < layer < self.num_layers - 1:
-            self._let_fetch()
-            self._fetch(layer + 1)
-        self._copy(layer, self._device_bases, extend.device_pages, extend.resident_targets, RESIDENT_COPY_BLOCKS)
-        self._counts["resident_bytes"] += len(extend.device_pages) * self.page_bytes
-        extend.staged = layer
-        if self._on_gpu and layer == self.num_layers - 1:
+        extend.layer = layer
+        if len(extend.windows) == 1:
+            if layer and not extend.union:
+                self._let_fetch()
+                self._fetch(layer + 1)
+            self._stage_next()
+        return self.scratch[layer % 2]
+
+    def enter(self, window: int) -> torch.Tensor | None:
+        """Rows of a window of the layer that attention has asked for, and the table for them; None: it reads the pool."""
+        extend = self._extend
+        if extend.staged + 1 != extend.layer * len(extend.windows) + window:
+            raise InvariantError(f"I6: window {window} of layer {extend.layer} is read after number {extend.staged}")
+        pages = extend.windows[window]
+        if pages is not None:
+            self._show(pages)
+        self._stage_next()
+        return None if pages is None else self.scratch[extend.staged % 2]
+
+    def leave(self) -> None:
+        """Attention of the window entered last has been launched: its half is fetched into behind it."""
+        self._let_fetch()
+        self._fetch(self._extend.staged + 2)
+
+    def _stage_next(self) -> None:
+        """The rows of the next window are in its half for what is launched next on this stream."""
+        extend = self._extend
+        number = extend.staged = extend.staged + 1
+        layer, window = divmod(number, len(extend.windows))
+        pages = extend.windows[window]
+        if pages is not None:
+            if self._on_gpu and pages.num_host and not extend.union:
+                torch.cuda.current_stream().wait_event(self._ready[number % 2])
+            self._copy(number, layer, self._device_bases, pages.device_pages, pages.resident_targets, RESIDENT_COPY_BLOCKS)
+            self._counts["resident_bytes"] += len(pages.device_pages) * self.page_bytes
+        if self._on_gpu and number == self._last(extend):
             extend.times.ended.record()
             self._measured.append(extend.times)
-        return self.scratch[half]
 
     def select(self, ids: torch.Tensor) -> None:
         """Attention of the layer staged last reads the rows of `ids`, int [...], -1 for none; may be called several times.
@@ -193,7 +284,7 @@ class PrefixStream:
         extend = self._extend
         if not extend.union:
             return
-        if (layer := extend.staged) < 0:
+        if (layer := extend.layer) < 0:
             raise InvariantError("I6: rows of a union were selected before its first layer was staged")
         times = self._start_timing()
         fetch_union(
@@ -203,7 +294,7 @@ class PrefixStream:
             scratch_base=self._half_bases[layer % 2 : layer % 2 + 1],
             marks=self._marks,
             fetched=self._rows_fetched,
-            host_places=len(extend.host_pages),
+            host_places=extend.windows[0].num_host,
             row_bytes=self._row_bytes,
             page_size=self._page_size,
         )
@@ -227,25 +318,28 @@ class PrefixStream:
             self._free.record()
             self._side.wait_event(self._free)
 
-    def _fetch(self, layer: int) -> None:
+    def _fetch(self, number: int) -> None:
+        """Host pages of a window, where there is such a window."""
         extend = self._extend
-        if not len(extend.host_pages):
+        layer, window = divmod(number, len(extend.windows))
+        pages = extend.windows[window]
+        if number > self._last(extend) or pages is None or not pages.num_host:
             return
-        self._counts["host_bytes"] += len(extend.host_pages) * self.page_bytes
+        self._counts["host_bytes"] += pages.num_host * self.page_bytes
         if not self._on_gpu:
-            self._copy(layer, self._host_bases, extend.host_pages, extend.host_targets)
+            self._copy(number, layer, self._host_bases, pages.host_pages, pages.host_targets)
             return
         with torch.cuda.stream(self._side):
             times = self._start_timing()
-            self._copy(layer, self._host_bases, extend.host_pages, extend.host_targets)
+            self._copy(number, layer, self._host_bases, pages.host_pages, pages.host_targets)
             times[1].record()
-            self._ready[layer % 2].record()
+            self._ready[number % 2].record()
         extend.times.fetches.append(times)
 
     def _copy(
-        self, layer: int, bases: torch.Tensor, pages: torch.Tensor, targets: torch.Tensor, max_blocks: int = 8
+        self, number: int, layer: int, bases: torch.Tensor, pages: torch.Tensor, targets: torch.Tensor, max_blocks: int = 8
     ) -> None:
-        half = layer % 2
+        half = number % 2
         copy_pages(
             direction=Direction.TO_DEVICE,
             host_bases=bases[layer : layer + 1],
@@ -263,9 +357,9 @@ class PrefixStream:
     # -- what it costs ----------------------------------------------------------------------------------------------
 
     def counters(self) -> dict[str, int]:
-        """Since start: extends streamed, those of them that fetched unions and the rows of these, bytes copied to the scratch
-        from the host and from the pool, microseconds in which the link was busy with them, and from `begin` to the last
-        layer's attention. Times and rows lag until they have passed."""
+        """Since start: extends streamed, windows of those that had several, those that fetched unions and the rows of these, bytes
+        copied to the scratch from the host and from the pool, microseconds in which the link was busy with them, and from
+        `begin` to the last layer's attention. Times and rows lag until they have passed."""
         self._measure()
         rows = int(self._rows_seen)
         counts = self._counts | {"union_rows": rows, "host_bytes": self._counts["host_bytes"] + rows * self._row_bytes}

@@ -5,6 +5,7 @@ CPU and on CUDA with one stream slowed down; every row of every layer against it
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -39,13 +40,36 @@ class Attention:
     def __call__(self, layer: int) -> None:
         pool = self.world.pool
         buffer = pool.get_key_buffer(layer)
-        rows_of_layer = buffer.view(torch.uint8).view(buffer.shape[0], -1)
+        if pool.reads_windows:
+            self.read.append(self._read_windows())
+            return
         reads = []
         for client in self.clients:
-            ids = self.world.request_pool.req_to_token[client.slot, : client.req.extend_end].to(torch.int32)
-            rows = pool.translate_loc_to_hisparse_device(ids.view(1, -1)).view(-1)
-            reads.append((rows, rows_of_layer[rows.long().clamp(min=0)].clone()))
+            rows = pool.translate_loc_to_hisparse_device(self._ids(client)).view(-1)
+            reads.append((rows, self._bytes(buffer, rows)))
         self.read.append(reads)
+
+    def _ids(self, client: Client) -> torch.Tensor:
+        return self.world.request_pool.req_to_token[client.slot, : client.req.extend_end].to(torch.int32).view(1, -1)
+
+    @staticmethod
+    def _bytes(buffer: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return buffer.view(torch.uint8).view(buffer.shape[0], -1)[rows.long().clamp(min=0)].clone()
+
+    def _read_windows(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """As attention does that is cut between requests (transfer/attention_windows.py)."""
+        pool, left, reads, start = self.world.pool, list(self.clients), [], 0
+        for window, (_, last) in enumerate(pool.prefix_stream.windows):
+            here = []
+            while left and start < last:
+                here.append(left.pop(0))
+                start += here[-1].req.extend_end - here[-1].req.prefix_len
+            ids = [self._ids(client) for client in here]
+            buffer, found = pool.window_rows(window, torch.cat(ids, dim=1))
+            split = found.view(-1).split([one.shape[1] for one in ids])
+            reads += [(rows, self._bytes(buffer, rows)) for rows in split]
+            pool.prefix_stream.leave()
+        return reads
 
     def num_wrong(self) -> int:
         """Wrong or missing rows over all layers and requests (waits for the device)."""
@@ -77,10 +101,11 @@ def slow_down(world: World, which: str, monkeypatch: pytest.MonkeyPatch) -> None
     if world.device == "cpu" or which == "none":
         return
     stream, worker = world.runtime.extends.stream, world.runtime.worker
+    windows = world.runtime.extends.rule.has_windows
     holder, name, late = {
         "side": (stream, "_fetch", stream._side),
         "copy": (worker, "_enqueue", worker._copy_stream),
-        "forward": (world.pool, "get_key_buffer", torch.cuda.current_stream()),
+        "forward": (world.pool, "window_rows" if windows else "get_key_buffer", torch.cuda.current_stream()),
     }[which]
     original: Callable[..., Any] = getattr(holder, name)
 
@@ -145,6 +170,40 @@ def test_a_short_extend_fetches_its_union(
     assert attention.num_wrong() == 0 and (counts["streamed_extends"], counts["streamed_unions"]) == (1, 1)
     assert world.runtime.counters()["streamed_union_rows"] == 6 * 15 * PAGE, "the rows of one page were resident"
     assert world.wrong_rows(again) == 0
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def narrow(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    """A scratch of 20 pages on a device of 40; batches that read more are cut into windows."""
+    monkeypatch.setattr(PrefillRule, "fetches_union", lambda *_: False)
+    sizes = Sizes(device_pages=40, ratio=4.0, layers=6, context_pages=40)
+    config: dict[str, Any] = {"prefill_scratch_tokens": 20 * PAGE, "stream_extend_tokens": 2 * PAGE}
+    with make_world(sizes, device=request.param, chunk=CHUNK, **config) as world:
+        extends = world.runtime.extends
+        extends.rule = replace(extends.rule, has_windows=True)
+        yield world
+
+
+@pytest.mark.parametrize("late", ["none", "side", "copy", "forward"])
+def test_windows_of_one_extend(narrow: World, late: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: next turns of three histories in one extend read right rows. Method: 16 to 18 pages each on the host, a scratch of 20,
+    and a fresh prompt of 22 pages, which is on the device; then a decode step of all."""
+    world, lengths = narrow, (16, 18, 17)
+    for seed, pages in enumerate(lengths):
+        history = world.client(world.prompt(pages * PAGE, seed=seed))
+        extend(world, history)
+        world.finish(history)
+    assert world.runtime.make_room(40)
+    slow_down(world, late, monkeypatch)
+    turns = [world.client(world.prompt(n * PAGE, seed=i) + world.prompt(30 + i, seed=9)) for i, n in enumerate(lengths)]
+    large = world.client(world.prompt(22 * PAGE, seed=8))
+    clients = (turns[0], large, turns[1], turns[2])
+    attention = extend(world, *clients)
+    assert attention.num_wrong() == 0
+    counts = world.runtime.counters()
+    assert (counts["streamed_extends"], counts["streamed_windows"]) == (1, 4)
+    world.decode(*clients)
+    assert [world.wrong_rows(client) for client in clients] == [0] * 4
 
 
 @pytest.mark.gpu

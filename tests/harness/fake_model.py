@@ -77,6 +77,7 @@ class ReadCounters:
     rows_written: int = 0
     rows_read_extend: int = 0
     rows_read_streamed: int = 0  # of them, those of extends that read from a scratch
+    windows_read: int = 0  # windows of extends that read the scratch in several
     rows_read_decode: int = 0
     rows_read_late: int = 0
     index_entries_read: int = 0
@@ -220,29 +221,60 @@ class FakeDsaModel(torch.nn.Module):
             self.counters.rows_read_decode += int((positions >= 0).sum())
 
     def _read_extend(self, layer_idx: int, spans: list[Span]) -> None:
-        """Read every position of every request of the batch, through int32 [n, top_k] with -1 in the last row."""
+        """Read every position of every request of the batch, through int32 [n, top_k] with -1 in the last row; window by window
+        where the pool says so."""
         pool = self.runner.token_to_kv_pool
         words = self._device_words(layer_idx)
         stream = getattr(pool, "prefix_stream", None)
         is_streamed = stream is not None and stream.active
-        for span in spans:
-            num_rows = -(-span.end // self.top_k)
-            positions = torch.full((num_rows * self.top_k,), -1, dtype=torch.int32)
-            positions[: span.end] = torch.arange(span.end, dtype=torch.int32)
-            logical = torch.where(positions < 0, -1, span.logical[positions.clamp(min=0).long()])
-            logical = logical.view(num_rows, self.top_k)
-            if self.runner.hisparse_coordinator is not None:
-                before = logical.clone()
-                rows = pool.translate_loc_to_hisparse_device(logical).to(torch.int32)
-                if not torch.equal(before, logical):
-                    raise WrongRowError("the translation changed its input, which follower layers reuse")
-            else:
-                rows = logical
-            # A streamed extend's layer is overwritten by the second after it; that it is not before, the next reads show.
-            is_kept = not is_streamed or layer_idx >= self.num_layers - 2
-            self._judge(span, layer_idx, words, positions, rows.reshape(-1), is_kept=is_kept)
-            self.counters.rows_read_extend += span.end
-            self.counters.rows_read_streamed += span.end * is_streamed
+        # A streamed extend's layer is overwritten by the second after it; that it is not before, the next reads show.
+        is_kept = not is_streamed or layer_idx >= self.num_layers - 2
+        if is_streamed and stream.windows:
+            self._read_windows(layer_idx, spans, stream)
+        else:
+            for span in spans:
+                positions, logical = self._positions(span)
+                self._judge(span, layer_idx, words, positions, self._translated(logical).reshape(-1), is_kept=is_kept)
+        num_rows = sum(span.end for span in spans)
+        self.counters.rows_read_extend += num_rows
+        self.counters.rows_read_streamed += num_rows * is_streamed
+
+    def _read_windows(self, layer_idx: int, spans: list[Span], stream: Any) -> None:
+        """As attention does that is cut between requests (transfer/attention_windows.py)."""
+        pool, left = self.runner.token_to_kv_pool, list(spans)
+        for window, (first, last) in enumerate(stream.windows):
+            here = [span for span in left if first <= span.offset < last]
+            left = [span for span in left if span not in here]
+            given = [self._positions(span) for span in here]
+            asked = self._translated(torch.cat([logical for _, logical in given]))
+            keys, rows = pool.window_rows(window, asked)
+            words = keys.view(keys.shape[0], -1).view(torch.int64).numpy().view(np.uint64)
+            for span, (positions, logical), own in zip(
+                here, given, rows.split([len(logical) for _, logical in given]), strict=True
+            ):
+                self._judge(span, layer_idx, words, positions, own.reshape(-1), is_kept=False)
+            stream.leave()
+            self.counters.windows_read += 1
+        if left:
+            raise WrongRowError(f"layer {layer_idx}: no window has the tokens of {[span.rid for span in left]}")
+
+    def _positions(self, span: Span) -> tuple[torch.Tensor, torch.Tensor]:
+        """All positions of a request and -1 up to whole rows, int32; their logical ids [n, top_k]."""
+        num_rows = -(-span.end // self.top_k)
+        positions = torch.full((num_rows * self.top_k,), -1, dtype=torch.int32)
+        positions[: span.end] = torch.arange(span.end, dtype=torch.int32)
+        logical = torch.where(positions < 0, -1, span.logical[positions.clamp(min=0).long()])
+        return positions, logical.view(num_rows, self.top_k)
+
+    def _translated(self, logical: torch.Tensor) -> torch.Tensor:
+        """What the DSA backend makes of logical ids."""
+        if self.runner.hisparse_coordinator is None:
+            return logical
+        before = logical.clone()
+        rows = self.runner.token_to_kv_pool.translate_loc_to_hisparse_device(logical).to(torch.int32)
+        if not torch.equal(before, logical):
+            raise WrongRowError("the translation changed its input, which follower layers reuse")
+        return rows
 
     # ------------------------------------------------------------------ judgement
 

@@ -6,6 +6,7 @@ position of its requests in every layer, through the scratch where it is streame
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -219,10 +220,10 @@ def new_rows_left_out(stream: PrefixStream) -> None:
 
     def begin(plan: Any) -> None:
         original(plan)
+        (pages,) = stream._extend.windows
         for layer in range(stream.num_layers):
-            stream._copy(layer, stream._device_bases, stream._extend.device_pages, stream._extend.resident_targets)
-        stream._extend.device_pages = stream._extend.device_pages[:0]
-        stream._extend.resident_targets = stream._extend.resident_targets[:0]
+            stream._copy(layer, layer, stream._device_bases, pages.device_pages, pages.resident_targets)
+        stream._extend.windows = [replace(pages, device_pages=pages.device_pages[:0], value=pages.host_targets)]
 
     stream.begin = begin
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from sglang_hisparse.errors import InvariantError
-from sglang_hisparse.residency.types import StreamPlan
+from sglang_hisparse.residency.types import StreamPlan, StreamWindow
 from sglang_hisparse.transfer.prefix_stream import PrefixStream
 
 LAYERS, PAGE, DIM = 5, 4, 8
@@ -173,3 +173,61 @@ def test_a_union_that_is_not_asked_for_is_an_error() -> None:
     tiers.stream.stage(LAYERS - 1)
     with pytest.raises(InvariantError, match="I6: attention of layer 4 read rows of a union"):
         tiers.stream.finish()
+
+
+# ---- windows -----------------------------------------------------------------------------------------------------------
+
+
+def windows_of(*plans: StreamPlan | None) -> list[StreamWindow]:
+    return [StreamWindow(plan, 10 * number, 10 * number + 10) for number, plan in enumerate(plans)]
+
+
+@pytest.mark.parametrize("order", [(0, 1), (0, 2, 1), (3, 0, None, 1, 2), (None, 3), (1, None)])
+@pytest.mark.parametrize("layers", [1, 2, LAYERS])
+def test_every_window_of_every_layer(order: tuple[int | None, ...], layers: int) -> None:
+    """Goal: as many pages as all windows have together. Method: several windows, one that reads the pool among them."""
+    tiers = Tiers(layers=layers)
+    plans = [None if number is None else PLANS[number] for number in order]
+    for _ in range(2):
+        tiers.stream.begin_windows(windows_of(*plans))
+        assert tiers.stream.windows == [(10 * number, 10 * number + 10) for number in range(len(plans))]
+        for layer in range(layers):
+            tiers.stream.note_write(layer)
+            tiers.stream.stage(layer)
+            for window, plan in enumerate(plans):
+                rows = tiers.stream.enter(window)
+                if plan is None:
+                    assert rows is None
+                else:
+                    pages = {*plan.host_pages.tolist(), *plan.resident_pages.tolist()}
+                    assert {int(page) for page in tiers.stream.table.nonzero()} == pages
+                    for page, wanted in tiers.expected(plan, layer).items():
+                        assert torch.equal(tiers._page(rows, int(tiers.stream.table[page])), wanted), (page, layer)
+                    assert not rows[:PAGE].any(), "the pad page stays empty"
+                tiers.stream.leave()
+        tiers.stream.finish()
+        tiers.stream.end()
+    counts, page_bytes = tiers.stream.counters(), PAGE * DIM * 4
+    assert (counts["streamed_extends"], counts["streamed_windows"]) == (2, 2 * len(plans))
+    assert counts["streamed_host_bytes"] == 2 * layers * page_bytes * sum(len(plan.host_pages) for plan in plans if plan)
+
+
+def test_misuse_of_windows_is_an_error() -> None:
+    """Goal: I6. Method: a window left out, entered twice, a layer before all windows of the last one, an early end."""
+    tiers = Tiers()
+    tiers.stream.begin_windows(windows_of(PLANS[0], PLANS[1]))
+    tiers.stream.stage(0)
+    with pytest.raises(InvariantError, match="I6: window 1 of layer 0 is read after number -1"):
+        tiers.stream.enter(1)
+    tiers.stream.enter(0)
+    with pytest.raises(InvariantError, match="I6: window 0 of layer 0 is read after number 0"):
+        tiers.stream.enter(0)
+    with pytest.raises(InvariantError, match="I6: rows of layer 0 are written after"):
+        tiers.stream.note_write(0)
+    with pytest.raises(InvariantError, match="I6: layer 1 is read before all windows of layer 0"):
+        tiers.stream.stage(1)
+    with pytest.raises(InvariantError, match="I6: attention asked for 0 of 5 layers"):
+        tiers.stream.finish()
+    tiers.stream.end()
+    with pytest.raises(InvariantError, match="I7: an extend of 6 pages was admitted for 5"):
+        Tiers(scratch_pages=5).stream.begin_windows(windows_of(PLANS[0], PLANS[3]))

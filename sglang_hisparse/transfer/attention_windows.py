@@ -1,0 +1,121 @@
+"""Attention of a streamed extend whose pages the scratch does not hold at once: window after window, in one forward.
+
+Hooked around the two calls (capacity.WINDOWED_BACKENDS) in which SGLang's DSA backend launches its kernel for selected rows. A row of attention depends on its
+own query and selected rows alone, so the batch can be cut between requests. Everything else of the layer runs once for the batch.
+Decode steps and extends of one window pass through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sglang_hisparse.memory.pool import HiSparsePool
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """New tokens of one window, and where their rows are: `rows` int32 [tokens, top_k] of `keys` [rows, 1, dim]."""
+
+    tokens: slice
+    keys: torch.Tensor
+    rows: torch.Tensor
+
+
+def _cuts(pool: HiSparsePool, ids: torch.Tensor) -> Iterator[_Cut]:
+    """Each window with its rows staged; what its consumer launches before it asks for the next one reads them.
+
+    ids: logical ids int32 [tokens, top_k], -1 for none. Rows behind the last request (padding) go with the last window.
+    """
+    spans = pool.prefix_stream.windows
+    for window, (first, last) in enumerate(spans):
+        tokens = slice(first, last if window < len(spans) - 1 else None)
+        keys, rows = pool.window_rows(window, ids[tokens])
+        yield _Cut(tokens, keys, rows)
+        pool.prefix_stream.leave()
+
+
+def _windowed_pool(backend: Any) -> HiSparsePool | None:
+    """The pool, where the forward that runs now reads the scratch in several windows."""
+    pool = getattr(backend, "token_to_kv_pool", None)
+    return pool if isinstance(pool, HiSparsePool) and pool.reads_windows else None
+
+
+def around_flashmla_sparse(
+    original: Callable[..., torch.Tensor], backend: Any, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    """bf16: [tokens, heads, v_head_dim]."""
+    pool = _windowed_pool(backend)
+    if pool is None:
+        return original(backend, *args, **kwargs)
+    return _sparse_in_windows(original, backend, pool, *args, **kwargs)
+
+
+def _sparse_in_windows(
+    original: Callable[..., torch.Tensor],
+    backend: Any,
+    pool: HiSparsePool,
+    *,
+    q_all: torch.Tensor,
+    kv_cache: torch.Tensor,
+    page_table_1: torch.Tensor,
+    topk_length: torch.Tensor | None = None,
+    **others: Any,
+) -> torch.Tensor:
+    if topk_length is not None and len(topk_length) != len(q_all):
+        topk_length = None  # as SGLang does for the whole batch
+    results = []
+    for cut in _cuts(pool, page_table_1):
+        length = None if topk_length is None else topk_length[cut.tokens]
+        results.append(
+            original(
+                backend, q_all=q_all[cut.tokens], kv_cache=cut.keys, page_table_1=cut.rows, topk_length=length, **others
+            )
+        )
+    return torch.cat(results)
+
+
+def around_flashmla_kv(original: Callable[..., torch.Tensor], backend: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """fp8: as above; its schedule over the multiprocessors is for so many rows, so each window gets its own."""
+    pool = _windowed_pool(backend)
+    if pool is None:
+        return original(backend, *args, **kwargs)
+    return _kv_in_windows(original, backend, pool, *args, **kwargs)
+
+
+class _WindowMetadata:
+    """SGLang's metadata of the forward, but for the lengths and the schedule of one window."""
+
+    def __init__(self, whole: Any, lengths: torch.Tensor, schedule: Any) -> None:
+        self._whole = whole
+        self.dsa_cache_seqlens_int32, self.flashmla_metadata = lengths, schedule
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._whole, name)
+
+
+def _kv_in_windows(
+    original: Callable[..., torch.Tensor],
+    backend: Any,
+    pool: HiSparsePool,
+    *,
+    q_all: torch.Tensor,
+    kv_cache: torch.Tensor,
+    page_table_1: torch.Tensor,
+    metadata: Any,
+    **others: Any,
+) -> torch.Tensor:
+    results = []
+    for cut in _cuts(pool, page_table_1):
+        lengths = metadata.dsa_cache_seqlens_int32[cut.tokens]
+        schedule = backend._compute_flashmla_metadata(cache_seqlens=lengths, seq_len_q=1)
+        own = _WindowMetadata(metadata, lengths, schedule)
+        results.append(
+            original(
+                backend, q_all=q_all[cut.tokens], kv_cache=cut.keys, page_table_1=cut.rows, metadata=own, **others
+            )
+        )
+    return torch.cat(results)
