@@ -80,6 +80,7 @@ class Run:
             "pools": {name: pool.as_json() for name, pool in self.pools.items()},
             "think_s": self.args.think,
             "stream_interval": self.args.stream_interval,
+            "config": self.args.config,
         }
 
     def write(self, rows: list[dict[str, Any]]) -> None:
@@ -140,7 +141,11 @@ def members_of(args: argparse.Namespace, pools: Mapping[str, Pool]) -> dict[str,
             share = pools["ours"].logical_tokens / args.plain_tokens
             hicache = ("--enable-hierarchical-cache", "--hicache-ratio", f"{share:.4f}")
             spec = ServerSpec(spec.name, extra_args=(*hicache, *shlex.split(args.hicache_args)))
-        spec = replace(spec, extra_args=(*spec.extra_args, "--stream-interval", str(args.stream_interval)))
+        spec = replace(
+            spec,
+            config=args.config | spec.config if spec.plugin else spec.config,
+            extra_args=(*spec.extra_args, "--stream-interval", str(args.stream_interval)),
+        )
         members[system] = member(spec, pools[system], ratio=args.ratio, max_running=args.max_running,
                                  kv_dtype=args.kv_dtype, name=f"agent-{system}")  # fmt: skip
     return members
@@ -308,6 +313,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--kv-dtype", default="bfloat16", choices=["bfloat16", "fp8_e4m3"])
     parser.add_argument("--max-running", type=int, default=32)
     parser.add_argument("--stream-interval", type=int, default=1, help="tokens of an event, for every system")
+    parser.add_argument("--config", type=json.loads, default={}, help="further keys of the config of ours, as JSON")
     parser.add_argument("--think", type=float, default=0.0, help="seconds between turns")
     parser.add_argument("--identity", type=lambda text: tuple(_numbers(text)), default=(6, 4),
                         help="conversations,turns of the comparison with plain, one request at a time; 0,0 for none")  # fmt: skip

@@ -40,6 +40,7 @@ class Case:
     plain_ttft_s: float
     cached_tokens: int
     streamed_extends: int
+    streamed_windows: int
     streamed_unions: int
     host_gb: float
     floor_ms: float
@@ -97,6 +98,7 @@ class Comparison:
             plain_ttft_s=round(sum(r.ttft_s for r in expected if r.arrivals) / len(expected), 4),
             cached_tokens=sum(reply.cached_tokens for reply in replies),
             streamed_extends=gained.get("streamed_extends", 0),
+            streamed_windows=gained.get("streamed_windows", 0),
             streamed_unions=gained.get("streamed_unions", 0),
             host_gb=round(host_gb, 3),
             floor_ms=round(1e3 * host_gb / LINK_GBPS / extends, 3),
@@ -120,8 +122,17 @@ class Comparison:
 
 
 def run_cases(comparison: Comparison, args: argparse.Namespace) -> None:
-    """All three, in the order of the module's text."""
+    """Those that were asked for, in the order of the module's text; caches are empty before each."""
     comparison.warm()
+    for name, case in CASES.items():
+        if name in args.cases:
+            case(comparison, args)
+            for server in (comparison.plain, comparison.ours):
+                server.flush()
+
+
+def run_long(comparison: Comparison, args: argparse.Namespace) -> None:
+    """A prompt of three pools, and its next turn."""
     long = random_prompts("long", [args.long])
     replies = comparison.run("long", long, 1)
     streamed = comparison.cases[-1].streamed_extends
@@ -129,12 +140,16 @@ def run_cases(comparison: Comparison, args: argparse.Namespace) -> None:
     turn = [[*long[0], *replies[0].tokens, *random_prompts("turn", [args.turn])[0]]]
     comparison.run("long, its next turn", turn, 1)
     comparison.demand(comparison.cases[-1].cached_tokens >= args.long // 64 * 64, "its history was found")
-    for server in (comparison.plain, comparison.ours):
-        server.flush()
+
+
+def run_together(comparison: Comparison, args: argparse.Namespace) -> None:
+    """Three prompts of three pools and short ones, all at once."""
     more = random_prompts("more", [args.long, 2000, args.long - 777, 3000, 4000, 2500])
-    comparison.run("together", [long[0], *more], 7)
-    for server in (comparison.plain, comparison.ours):
-        server.flush()
+    comparison.run("together", [*random_prompts("long", [args.long]), *more], 7)
+
+
+def run_short(comparison: Comparison, args: argparse.Namespace) -> None:
+    """Next turns, one at a time and all at once."""
     histories = random_prompts("history", [args.history + 100 * number for number in range(args.histories)])
     replies = comparison.run("histories", histories, 1)
     tails = random_prompts("tails", [args.turn] * len(histories))
@@ -142,6 +157,9 @@ def run_cases(comparison: Comparison, args: argparse.Namespace) -> None:
     for at_once in (1, len(turns)):
         comparison.run(f"short, {at_once} at once", turns, at_once)
         turns = [[*turn[: -args.turn], *tail] for turn, tail in zip(turns, random_prompts("other tails", [args.turn] * len(turns)), strict=True)]  # fmt: skip
+
+
+CASES = {"long": run_long, "together": run_together, "short": run_short}
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -158,13 +176,18 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--histories", type=int, default=6)
     parser.add_argument("--turn", type=int, default=500, help="new tokens of a next turn")
     parser.add_argument("--output", type=int, default=64)
+    parser.add_argument("--cases", type=lambda text: text.split(","), default=list(CASES), help="comma-separated")
+    parser.add_argument("--kv-dtype", default="bfloat16", choices=["bfloat16", "fp8_e4m3"], help="of both servers")
     parser.add_argument("--config", type=json.loads, default={}, help="further keys of the config of ours, as JSON")
     parser.add_argument("--port", type=int, default=30000)
     parser.add_argument("--start-timeout", type=float, default=240.0)
     parser.add_argument("--request-timeout", type=float, default=200.0)
     add_place_arguments(parser)
     parser.add_argument("--commit", default=current_commit())
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if unknown := [case for case in args.cases if case not in CASES]:
+        parser.error(f"unknown cases {unknown}; known: {', '.join(CASES)}")
+    return args
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -173,9 +196,10 @@ def main(argv: list[str] | None = None) -> int:
     paths = Paths(args.model, args.logs, args.site, args.plugin, args.cache)
     config = {"prefill_scratch_tokens": -(-(args.long + 2048) // 64) * 64} | args.config
     ours = ServerSpec("ours", hisparse=True, plugin=True, config=config, env={"SGLANG_HISPARSE_AUDIT": "1"})
+    shape = {"kv_dtype": args.kv_dtype, "mem_fraction": FLEET_MEM_FRACTION}
     members = {
-        "plain": Member(ServerSpec("plain"), Limits(pool_tokens=args.plain_tokens, mem_fraction=FLEET_MEM_FRACTION)),
-        "ours": Member(ours, Limits(pool_tokens=args.pool_tokens, mem_fraction=FLEET_MEM_FRACTION)),
+        "plain": Member(ServerSpec("plain"), Limits(pool_tokens=args.plain_tokens, **shape)),
+        "ours": Member(ours, Limits(pool_tokens=args.pool_tokens, **shape)),
     }
     try:
         with fleet(members, paths, args.port, args.start_timeout) as servers:
@@ -194,6 +218,7 @@ def main(argv: list[str] | None = None) -> int:
         "pool_tokens": args.pool_tokens,
         "turn_tokens": args.turn,
         "config": args.config,
+        "kv_dtype": args.kv_dtype,
         "link_gbps_of_the_floor": LINK_GBPS,
         "rows": [asdict(case) for case in comparison.cases],
     }

@@ -54,6 +54,7 @@ class _Pages:
     """Page lists of one window, int32 on the device: logical pages, where they go, device pages of the resident ones."""
 
     index: torch.Tensor  #: those on the host first
+    places: torch.Tensor  #: the same as int64, which a table is written by
     value: torch.Tensor
     device_pages: torch.Tensor
     num_host: int
@@ -177,12 +178,12 @@ class PrefixStream:
         if self._on_gpu:
             lists.record_stream(self._side)
         index, value, device_pages = lists.split([plan.num_pages, plan.num_pages, len(plan.device_pages)])
-        return _Pages(index, value, device_pages, len(plan.host_pages))
+        return _Pages(index, index.long(), value, device_pages, len(plan.host_pages))
 
     def _show(self, pages: _Pages) -> None:
         """The table names these pages and no others, for what is launched next on this stream."""
         self.table.zero_()
-        apply_table_diff(self.table, pages.index, pages.value)
+        apply_table_diff(self.table, pages.places, pages.value)
 
     def _begin(self, extend: _Extend) -> None:
         self._extend = extend
