@@ -131,12 +131,13 @@ def pool_of(args: argparse.Namespace, system: str, context: int) -> Pool:
     return hisparse_pool(tokens, args.ratio, args.layers, args.kv_dtype, args.equal, SYSTEMS[system].elastic)
 
 
-def points(args: argparse.Namespace) -> dict[int, list[int]]:
-    """Concurrencies, smallest first, of every context that is to be measured, shortest first."""
-    chosen = args.points or [(context, many) for context in args.context for many in args.concurrency]
-    grid: dict[int, list[int]] = {}
-    for context, many in sorted(set(chosen)):
-        grid.setdefault(context, []).append(many)
+def points(args: argparse.Namespace) -> dict[int, list[tuple[int, int]]]:
+    """(requests at once, output tokens) of every context that is to be measured, all in ascending order."""
+    chosen = args.points or [(context, many, None) for context in args.context for many in args.concurrency]
+    whole = {(context, many, out) for context, many, given in chosen for out in (args.output if given is None else [given])}
+    grid: dict[int, list[tuple[int, int]]] = {}
+    for context, many, output in sorted(whole):
+        grid.setdefault(context, []).append((many, output))
     return grid
 
 
@@ -230,7 +231,9 @@ def ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return entries
 
 
-def measure_group(run: Run, servers: dict[str, Server], grid: dict[int, list[int]], contexts: Sequence[int]) -> None:
+def measure_group(
+    run: Run, servers: dict[str, Server], grid: dict[int, list[tuple[int, int]]], contexts: Sequence[int]
+) -> None:
     """Every point of these contexts on every server that runs."""
     args = run.args
     for context in contexts:
@@ -244,7 +247,7 @@ def measure_group(run: Run, servers: dict[str, Server], grid: dict[int, list[int
             server.flush()
             server.freeze_gc()
             run.counters[f"{system}@{context}"] = settled_counters(server)
-        for concurrency, output in itertools.product(grid[context], args.output):
+        for concurrency, output in grid[context]:
             load = Load(concurrency, args.waves if concurrency == 1 else 1, context, output)
             runs: dict[str, list[dict[str, Any]]] = {}
             for repeat, (system, server) in itertools.product(range(args.repeats), here.items()):
@@ -277,9 +280,11 @@ def measure_point(run: Run, system: str, server: Server, load: Load, repeat: int
     return result_row(args, system, load, timing, counts)
 
 
-def _point(text: str) -> tuple[int, int]:
-    context, _, concurrency = text.partition("x")
-    return int(context), int(concurrency)
+def _point(text: str) -> tuple[int, int, int | None]:
+    context, concurrency, output = (*(int(number) for number in text.split("x")), None)[:3]
+    if text.count("x") not in (1, 2):
+        raise ValueError(text)
+    return context, concurrency, output
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -303,7 +308,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--context", type=numbers, default=[16_000], help="tokens of a prompt, comma-separated")
     parser.add_argument("--concurrency", type=numbers, default=[1, 4, 16, 48])
     parser.add_argument("--points", type=lambda text: [_point(one) for one in text.split(",")],
-                        help="these points only, instead of the whole grid: CONTEXTxCONCURRENCY, comma-separated")  # fmt: skip
+                        help="these points only, instead of the whole grid: CONTEXTxCONCURRENCY[xOUTPUT], comma-separated")  # fmt: skip
     parser.add_argument("--output", type=numbers, default=[256], help="tokens to generate, comma-separated")
     parser.add_argument("--stream-interval", type=int, default=1, help="tokens of an event, for every system")
     parser.add_argument("--repeats", type=int, default=1, help="runs of every point; the row is the median run")

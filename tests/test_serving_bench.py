@@ -111,6 +111,18 @@ def test_repeats_take_turns_and_leave_the_median_run(
     assert [one["output"] for one in repeats] == [9, 9]
 
 
+def test_a_point_may_have_its_own_output(tmp_path: pathlib.Path) -> None:
+    """Goal: few runs of a large grid. Method: points with an output and without, by hand."""
+    base = [str(tmp_path), "--out", str(tmp_path), "--commit", "abc", "--output", "8,9"]
+    args = bench_serving.parse_arguments([*base, "--points", "64x2,64x2x8,30x5x1"])
+    assert bench_serving.points(args) == {30: [(5, 1)], 64: [(2, 8), (2, 9)]}
+    args = bench_serving.parse_arguments([*base, "--context", "64,30", "--concurrency", "3,1"])
+    assert bench_serving.points(args) == {context: [(1, 8), (1, 9), (3, 8), (3, 9)] for context in (30, 64)}
+    for wrong in ("64", "64x2x8x1", "64xa"):
+        with pytest.raises(SystemExit):
+            bench_serving.parse_arguments([*base, "--points", wrong])
+
+
 def test_variants_of_ours_are_compared_with_ours_alone(tmp_path: pathlib.Path) -> None:
     """Goal: the ratio says nothing of variants; --config is for ours only. Method: rows and members by hand."""
     row = {"model": "m", "dtype": "d", "context": 8, "output": 1, "concurrency": 1, "pool_tokens": 9}
