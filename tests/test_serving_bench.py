@@ -162,7 +162,7 @@ def test_grid_starts_servers_together_and_scales_pools(tmp_path: pathlib.Path, c
     """Goal: a grid costs few starts, and the pool holds as many contexts everywhere. Method: a dry run, read back."""
     args = [str(tmp_path), "--out", str(tmp_path), "--commit", "abc", "--context", "4000,16000,64000"]
     parsed = bench_serving.parse_arguments(args)
-    assert bench_serving.points(parsed) == {context: [1, 4, 16, 48] for context in (4000, 16000, 64000)}
+    assert bench_serving.points(parsed) == {context: [(many, 256) for many in (1, 4, 16, 48)] for context in (4000, 16000, 64000)}
     assert bench_serving.groups(parsed, [4000, 16000, 64000]) == [[4000, 16000], [64000]]
     assert [bench_serving.pool_tokens(parsed, context) for context in (4000, 16000)] == [50_000, 200_000]
     assert bench_serving.main([*args, "--points", "16000x48,4000x1", "--equal", "bytes", "--dry-run"]) == 0

@@ -4,6 +4,8 @@ requests, shared prefixes among them; scenes for what is too large.
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -42,7 +44,7 @@ def test_every_request_finds_its_pages_in_its_window(requests: list[tuple[int, b
     slots = list(range(1, len(requests) + 1))
     windows = stage.coordinator.plan_windows(slots, tokens, num_pages)
     assert windows[0].first == 0 and windows[-1].last == sum(tokens)
-    assert all(one.last == other.first for one, other in zip(windows, windows[1:], strict=False))
+    assert all(one.last == other.first for one, other in itertools.pairwise(windows))
     starts = np.cumsum([0, *tokens])
     for number, window in enumerate(windows):
         inside = [slot for slot in slots if window.first <= starts[slot - 1] < window.last]
