@@ -15,6 +15,7 @@ import numpy as np
 from sglang_hisparse.capacity import Prefill, PrefillRule
 from sglang_hisparse.errors import InvariantError
 from sglang_hisparse.residency import PageState, ResidencyCoordinator
+from sglang_hisparse.residency.types import StreamPlan, StreamWindow
 from sglang_hisparse.transfer.prefix_stream import PrefixStream
 
 # SGLang clips the output length that it plans for to this many tokens (schedule_policy.CLIP_MAX_NEW_TOKENS).
@@ -178,12 +179,18 @@ class Extends:
         if launch is None or not launch.is_extend or (plan := self.residency.plan_stream(launch.slots)) is None:
             return
         if self.rule.has_windows and plan.num_pages > self.stream.num_pages:
-            self.stream.begin_windows(
-                self.residency.plan_windows(launch.slots, launch.new_tokens, self.stream.num_pages)
-            )
-            return
-        union = self.rule.fetches_union(sum(launch.new_tokens), len(plan.host_pages) * self.page_size)
-        self.stream.begin(replace(plan, union=union))
+            windows = self.residency.plan_windows(launch.slots, launch.new_tokens, self.stream.num_pages)
+            self.stream.begin_windows([self._with_union(window) for window in windows])
+        else:
+            self.stream.begin(self._plan_with_union(plan, sum(launch.new_tokens)))
+
+    def _plan_with_union(self, plan: StreamPlan, new_tokens: int) -> StreamPlan:
+        return replace(plan, union=self.rule.fetches_union(new_tokens, len(plan.host_pages) * self.page_size))
+
+    def _with_union(self, window: StreamWindow) -> StreamWindow:
+        if window.plan is None:
+            return window
+        return replace(window, plan=self._plan_with_union(window.plan, window.last - window.first))
 
     def after_forward(self) -> None:
         if self.stream is not None:

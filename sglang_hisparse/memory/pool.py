@@ -273,6 +273,7 @@ class HiSparsePool(HiSparseDSATokenToKVPool):
         scratch = self.prefix_stream.enter(window)
         if scratch is None:
             return super().get_key_buffer(layer + self.start_layer), self.read_rows(ids)
+        self.prefix_stream.select(ids)
         return self._as_keys(scratch), rows_for_reading(ids, self.prefix_stream.table, self.page_size)
 
     def _as_keys(self, rows: torch.Tensor) -> torch.Tensor:

@@ -58,6 +58,7 @@ class _Pages:
     value: torch.Tensor
     device_pages: torch.Tensor
     num_host: int
+    union: bool  #: rows of host pages come as attention selects them
 
     @property
     def host_pages(self) -> torch.Tensor:
@@ -78,11 +79,21 @@ class _Extend:
 
     windows: list[_Pages | None]  #: None: reads the pool
     spans: list[tuple[int, int]]  #: new tokens of each window
-    union: bool = False
     layer: int = -1  #: whose rows attention has asked for
     staged: int = -1  #: number of the window that was staged last
-    fetched: int = -1  #: layer whose union was fetched last
+    fetched: int = -1  #: number of the window whose union was fetched last
     times: _Times | None = None
+
+    @property
+    def pages(self) -> _Pages | None:
+        """Of the window that was staged last, None before the first."""
+        return self.windows[self.staged % len(self.windows)] if self.staged >= 0 else None
+
+    @property
+    def lacks_union(self) -> bool:
+        """Whether rows of the window that was staged last are still to be selected."""
+        pages = self.pages
+        return pages is not None and pages.union and self.fetched != self.staged
 
 
 @dataclass(slots=True)
@@ -159,7 +170,7 @@ class PrefixStream:
         """On the forward stream, after the step's plan was applied: the coming extend reads exactly the pages of `plan`."""
         pages = self._pages_of(plan)
         self._show(pages)
-        self._begin(_Extend([pages], [], plan.union))
+        self._begin(_Extend([pages], []))
 
     def begin_windows(self, windows: Sequence[StreamWindow]) -> None:
         """The same for an extend that reads more pages than the scratch holds; its attention asks window by window."""
@@ -178,7 +189,7 @@ class PrefixStream:
         if self._on_gpu:
             lists.record_stream(self._side)
         index, value, device_pages = lists.split([plan.num_pages, plan.num_pages, len(plan.device_pages)])
-        return _Pages(index, index.long(), value, device_pages, len(plan.host_pages))
+        return _Pages(index, index.long(), value, device_pages, len(plan.host_pages), plan.union)
 
     def _show(self, pages: _Pages) -> None:
         """The table names these pages and no others, for what is launched next on this stream."""
@@ -188,13 +199,11 @@ class PrefixStream:
     def _begin(self, extend: _Extend) -> None:
         self._extend = extend
         self._counts["extends"] += 1
-        self._counts["unions"] += extend.union
+        self._counts["unions"] += sum(pages is not None and pages.union for pages in extend.windows)
         self._measure()
         if self._on_gpu:
             extend.times = _Times(_timed_event(), _timed_event())
             extend.times.begun.record()
-        if extend.union:
-            return
         self._let_fetch()
         for number in range(2):
             self._fetch(number)
@@ -205,8 +214,8 @@ class PrefixStream:
         if extend is not None and extend.staged != self._last(extend):
             asked = (extend.staged + 1) // len(extend.windows)
             raise InvariantError(f"I6: attention asked for {asked} of {self.num_layers} layers of a streamed extend")
-        if extend is not None and extend.union and extend.fetched != self.num_layers - 1:
-            raise InvariantError(f"I6: attention of layer {extend.fetched + 1} read rows of a union without asking for them")
+        if extend is not None and extend.lacks_union:
+            raise InvariantError(f"I6: attention of layer {extend.layer} read rows of a union without asking for them")
 
     def end(self) -> None:
         """Before the next forward: attention reads the pool again."""
@@ -235,13 +244,11 @@ class PrefixStream:
             return self.scratch[layer % 2]
         if extend.staged != layer * len(extend.windows) - 1:
             raise InvariantError(f"I6: layer {layer} is read before all windows of layer {extend.layer} were")
-        if extend.union:
-            if extend.fetched != extend.layer:
-                raise InvariantError(f"I6: layer {layer} is staged before the union of layer {extend.layer} was fetched")
-            self._marks.zero_()
+        if extend.lacks_union:
+            raise InvariantError(f"I6: layer {layer} is staged before the union of layer {extend.layer} was fetched")
         extend.layer = layer
         if len(extend.windows) == 1:
-            if layer and not extend.union:
+            if layer:
                 self._let_fetch()
                 self._fetch(layer + 1)
             self._stage_next()
@@ -252,6 +259,8 @@ class PrefixStream:
         extend = self._extend
         if extend.staged + 1 != extend.layer * len(extend.windows) + window:
             raise InvariantError(f"I6: window {window} of layer {extend.layer} is read after number {extend.staged}")
+        if extend.lacks_union:
+            raise InvariantError(f"I6: a window of layer {extend.layer} is staged before the union of number {extend.staged} was fetched")
         pages = extend.windows[window]
         if pages is not None:
             self._show(pages)
@@ -270,7 +279,9 @@ class PrefixStream:
         layer, window = divmod(number, len(extend.windows))
         pages = extend.windows[window]
         if pages is not None:
-            if self._on_gpu and pages.num_host and not extend.union:
+            if pages.union:
+                self._marks.zero_()
+            elif self._on_gpu and pages.num_host:
                 torch.cuda.current_stream().wait_event(self._ready[number % 2])
             self._copy(number, layer, self._device_bases, pages.device_pages, pages.resident_targets, RESIDENT_COPY_BLOCKS)
             self._counts["resident_bytes"] += len(pages.device_pages) * self.page_bytes
@@ -279,27 +290,27 @@ class PrefixStream:
             self._measured.append(extend.times)
 
     def select(self, ids: torch.Tensor) -> None:
-        """Attention of the layer staged last reads the rows of `ids`, int [...], -1 for none; may be called several times.
-
-        Raises InvariantError when no layer was staged."""
+        """Attention of the window staged last, or layer where there is one window, reads the rows of `ids`, int [...], -1 for none;
+        may be called several times. Raises InvariantError when nothing was staged."""
         extend = self._extend
-        if not extend.union:
-            return
-        if (layer := extend.layer) < 0:
+        if extend.staged < 0 and any(pages is not None and pages.union for pages in extend.windows):
             raise InvariantError("I6: rows of a union were selected before its first layer was staged")
+        pages, layer, half = extend.pages, extend.layer, extend.staged % 2
+        if pages is None or not pages.union:
+            return
         times = self._start_timing()
         fetch_union(
             ids=ids.to(torch.int32).reshape(-1),
             table=self.table,
             host_base=self._host_bases[layer : layer + 1],
-            scratch_base=self._half_bases[layer % 2 : layer % 2 + 1],
+            scratch_base=self._half_bases[half : half + 1],
             marks=self._marks,
             fetched=self._rows_fetched,
-            host_places=extend.windows[0].num_host,
+            host_places=pages.num_host,
             row_bytes=self._row_bytes,
             page_size=self._page_size,
         )
-        extend.fetched = layer
+        extend.fetched = extend.staged
         if times is not None:
             times[1].record()
             extend.times.fetches.append(times)
@@ -324,7 +335,7 @@ class PrefixStream:
         extend = self._extend
         layer, window = divmod(number, len(extend.windows))
         pages = extend.windows[window]
-        if number > self._last(extend) or pages is None or not pages.num_host:
+        if number > self._last(extend) or pages is None or pages.union or not pages.num_host:
             return
         self._counts["host_bytes"] += pages.num_host * self.page_bytes
         if not self._on_gpu:

@@ -91,6 +91,23 @@ def test_small_ones_share_a_window_and_a_large_resident_one_has_its_own() -> Non
         finish(engine)
 
 
+def test_few_new_tokens_fetch_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: each window fetches pages or selected rows by its own new tokens. Method: turns of 13, 14 and 16 new
+    tokens, rows up to 14."""
+    monkeypatch.setattr(PrefillRule, "fetches_union", lambda rule, new_tokens, host_rows: new_tokens <= 14)
+    with windowed_engine() as engine:
+        histories = histories_on_host(engine, [1015, 1143, 1080])
+        before = used_host_tier(engine)
+        turns = next_turns(engine, histories)
+        engine.run_until_idle()
+        assert_outputs(turns)
+        gained = {name: count - before[name] for name, count in used_host_tier(engine).items()}
+        new = [len(turn.prompt) - turn.cached_tokens for turn in turns]
+        assert gained["streamed_windows"] == 3 and gained["streamed_unions"] == sum(count <= 14 for count in new)
+        assert 0 < gained["streamed_unions"] < 3, new
+        finish(engine)
+
+
 def test_one_at_a_time_where_attention_cannot_be_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """Goal: another prefill backend streams as many as the scratch holds. Method: the rule without windows, the same load."""
     monkeypatch.setattr(PrefillRule, "shares_batch", lambda rule, pages: pages <= rule.scratch_pages)

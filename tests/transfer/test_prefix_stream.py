@@ -212,6 +212,42 @@ def test_every_window_of_every_layer(order: tuple[int | None, ...], layers: int)
     assert counts["streamed_host_bytes"] == 2 * layers * page_bytes * sum(len(plan.host_pages) for plan in plans if plan)
 
 
+def test_windows_of_rows_and_of_pages() -> None:
+    """Goal: a window whose few tokens select fetches their rows alone, beside windows of whole pages. Method: stale scratch, ids of
+    every window; a window that was not selected from is an error (I6)."""
+    tiers = Tiers()
+    tiers.stream.scratch[:, PAGE:] = -7.0
+    plans = [replace(PLANS[0], union=True), PLANS[1], replace(PLANS[3], union=True), replace(PLANS[1], union=True)]
+    random, num_rows = np.random.default_rng(3), 0
+    tiers.stream.begin_windows(windows_of(*plans))
+    for layer in range(LAYERS):
+        tiers.stream.stage(layer)
+        for window, plan in enumerate(plans):
+            rows = tiers.stream.enter(window)
+            pages = np.concatenate([plan.host_pages, plan.resident_pages])
+            ids = random.choice(pages, (3, 4)) * PAGE + random.integers(0, PAGE, (3, 4))
+            ids[random.random(ids.shape) < 0.2] = -1
+            tiers.stream.select(torch.from_numpy(ids).int())
+            wanted = tiers.expected(plan, layer)
+            for one in np.unique(ids[ids >= 0]).tolist():
+                at = int(tiers.stream.table[one // PAGE]) * PAGE + one % PAGE
+                assert torch.equal(rows[at], wanted[one // PAGE][one % PAGE])
+                num_rows += plan.union and one // PAGE in plan.host_pages
+            tiers.stream.leave()
+    tiers.stream.finish()
+    counts = tiers.stream.counters()
+    assert (counts["streamed_unions"], counts["streamed_union_rows"]) == (3, num_rows)
+    assert counts["streamed_host_bytes"] == num_rows * DIM * 4 + LAYERS * len(PLANS[1].host_pages) * PAGE * DIM * 4
+    tiers.stream.begin_windows(windows_of(*plans))
+    with pytest.raises(InvariantError, match="I6: rows of a union were selected before"):
+        tiers.stream.select(torch.tensor([[-1]]))
+    tiers.stream.stage(0)
+    tiers.stream.enter(0)
+    tiers.stream.leave()
+    with pytest.raises(InvariantError, match="I6: a window of layer 0 is staged before the union of number 0 was fetched"):
+        tiers.stream.enter(1)
+
+
 def test_misuse_of_windows_is_an_error() -> None:
     """Goal: I6. Method: a window left out, entered twice, a layer before all windows of the last one, an early end."""
     tiers = Tiers()
