@@ -88,11 +88,14 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class PrefillRule:
-    """Whether a prefill is made resident or streamed: a function of the request and of where its prefix lies, of nothing else,
-    so that admission and allocation come to the same answer. All counts are pages unless the name says otherwise.
+    """Whether a prefill is made resident or streamed: a function of the request, of where its prefix lies, and of what the ledger
+    has left in the order of the batch, so that admission and allocation come to the same answer. All counts are pages unless the
+    name says otherwise.
 
     Resident is preferred. Streamed are prompts that the device can never hold, and short extends of a prefix that lies mostly
-    on the host: bringing it back would spill others, and would only be waited for. Either needs the scratch to hold the request.
+    on the host: bringing it back would spill others, and would only be waited for. Where the ledger cannot promise that all of its
+    prefix stays resident, a short extend is streamed too, rather than wait: what still is on the device it reads there. Either needs
+    the scratch to hold the request.
     """
 
     num_device_pages: int
@@ -136,10 +139,18 @@ class PrefillRule:
         return self.scratch_pages if self.chunk_pages else 0
 
     def decide(
-        self, prompt_pages: int, total_pages: int, *, extend_tokens: int, prefix_pages: int = 0, host_pages: int = 0
+        self,
+        prompt_pages: int,
+        total_pages: int,
+        *,
+        extend_tokens: int,
+        prefix_pages: int = 0,
+        host_pages: int = 0,
+        free_pages: int | None = None,
     ) -> Prefill:
         """prompt_pages, total_pages: at the end of its prefill and at its own end. extend_tokens: those to be computed.
-        prefix_pages, host_pages: found in the cache, and how many of them are host-only."""
+        prefix_pages, host_pages: found in the cache, and how many of them are host-only. free_pages: of the ledger, where the
+        answer may depend on it."""
         resident = prefill_pages(prompt_pages, total_pages, self.smallest_pages)
         extend_pages = prompt_pages - prefix_pages
         room = self.num_device_pages - self.hot_pages - 1
@@ -147,7 +158,9 @@ class PrefillRule:
         if prompt_pages > self.scratch_pages or chunk < (1 if self.chunk_pages else extend_pages):
             return Prefill(resident)
         streamed = max(self.hot_pages + chunk + 1, self.smallest_pages)
-        is_short = extend_tokens <= self.short_extend_tokens and 2 * host_pages >= max(prefix_pages, 1)
+        is_mostly_on_host = 2 * host_pages >= max(prefix_pages, 1)
+        lacks_room = self.has_windows and free_pages is not None and resident > free_pages
+        is_short = extend_tokens <= self.short_extend_tokens and (is_mostly_on_host or lacks_room)
         if resident > self.num_device_pages or (is_short and streamed <= resident):
             return Prefill(streamed, chunk)
         return Prefill(resident)

@@ -52,7 +52,8 @@ class HiSparsePrefillBudget(PrefillBudget):
         self._req = None
         is_known = cached and req is not None and self._extends.stream is not None
         pages = self.tree_cache.prefix_pages(req) if is_known else range(0)
-        self._candidate = self._extends.decide(pages, prompt_tokens, prompt_tokens + max_new_tokens, num_prefix_pages=cached)
+        total = prompt_tokens + max_new_tokens
+        self._candidate = self._extends.decide(pages, prompt_tokens, total, self.free_device_pages, num_prefix_pages=cached)
         if self._candidate.pages > self.free_device_pages:
             return False
         limits = (extend_tokens, chunk_limit, self._candidate.chunk_pages * self.page_size or None)

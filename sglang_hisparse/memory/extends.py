@@ -37,6 +37,7 @@ class _Request:
     prompt_pages: int
     final_pages: int
     chunk_pages: int
+    charged_pages: int  #: by the ledger; 0 for a request that has been charged before
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +80,17 @@ class Extends:
     # -- admission and allocation -----------------------------------------------------------------------------------
 
     def decide(
-        self, prefix_pages: Sequence[int], prompt_tokens: int, total_tokens: int, *, num_prefix_pages: int | None = None
+        self,
+        prefix_pages: Sequence[int],
+        prompt_tokens: int,
+        total_tokens: int,
+        free_pages: int,
+        *,
+        num_prefix_pages: int | None = None,
     ) -> Prefill:
-        """How a request is prefilled that finds `prefix_pages` in the cache; changes nothing. num_prefix_pages: how many they
-        are, where which ones does not matter (nothing is streamed)."""
+        """How a request is prefilled that finds `prefix_pages` in the cache; changes nothing. free_pages: of the ledger, without
+        those of requests ahead of it in the batch. num_prefix_pages: how many they are, where which ones does not matter (nothing
+        is streamed)."""
         page, book = self.page_size, self.residency.book
         count = len(prefix_pages) if num_prefix_pages is None else num_prefix_pages
         host_pages = np.count_nonzero(book.state[np.asarray(prefix_pages, dtype=np.int64)] == _HOST)
@@ -92,12 +100,16 @@ class Extends:
             extend_tokens=prompt_tokens - count * page,
             prefix_pages=count,
             host_pages=int(host_pages),
+            free_pages=free_pages,
         )
 
     def begin(self, batch: Any) -> None:
         """Hold the prefixes that are to be resident, spill, promote; SGLang allocates next (R21)."""
-        self._requests = requests = [self._request(batch, i) for i in range(len(batch.reqs))]
-        book = self.residency.book
+        book, self._requests = self.residency.book, []
+        requests, free_pages = self._requests, self.residency.device_pages.num_usable - book.committed_pages()
+        for index in range(len(batch.reqs)):
+            requests.append(self._request(batch, index, free_pages))
+            free_pages -= requests[-1].charged_pages
         prefixes = [page for request in requests if not request.is_streamed for page in request.prefix_pages]
         book.hold(prefixes, +1)
         on_host = [page for page in dict.fromkeys(prefixes) if book.is_host_only(page)]
@@ -109,20 +121,22 @@ class Extends:
         if on_host:
             self.residency.promote(on_host)
 
-    def _request(self, batch: Any, index: int) -> _Request:
+    def _request(self, batch: Any, index: int, free_pages: int) -> _Request:
         req, prefix_len = batch.reqs[index], batch.prefix_lens[index]
         seq_len, total = prefix_len + batch.extend_lens[index], len(req.full_untruncated_fill_ids)
         left = min(max(req.sampling_params.max_new_tokens - len(req.output_ids), 0), MAX_PLANNED_OUTPUT)
         prompt_pages, final_pages = -(-total // self.page_size), -(-(total + left) // self.page_size)
         if is_new := not req.kv.holds_kv:
             pages = batch.tree_cache.prefix_pages(req) if prefix_len else []
-            prefill = self.decide(pages, total, total + left)
-            is_streamed, chunk_pages = prefill.is_streamed, prefill.chunk_pages
+            prefill = self.decide(pages, total, total + left, free_pages)
+            is_streamed = prefill.is_streamed
         else:
-            slot, chunk_pages = req.kv.req_pool_idx, 0
+            slot, prefill = req.kv.req_pool_idx, Prefill(0)
             pages, is_streamed = self.residency.book.pages(slot).tolist(), self.residency.book.streams(slot)
         ends, new_tokens = seq_len >= total, batch.extend_lens[index]
-        return _Request(pages, is_new, is_streamed, seq_len, new_tokens, ends, prompt_pages, final_pages, chunk_pages)
+        return _Request(
+            pages, is_new, is_streamed, seq_len, new_tokens, ends, prompt_pages, final_pages, prefill.chunk_pages, prefill.pages
+        )
 
     def attach(self, slots: Sequence[int]) -> None:
         """SGLang has given the batch its request slots, in batch order; it allocates tokens next."""

@@ -265,7 +265,12 @@ class Device:
     """
 
     def __init__(
-        self, device_pages: int, hot_pages: int, mode: ResidencyMode = ResidencyMode.HYBRID, chunk_pages: int = 0
+        self,
+        device_pages: int,
+        hot_pages: int,
+        mode: ResidencyMode = ResidencyMode.HYBRID,
+        chunk_pages: int = 0,
+        windows: bool = False,
     ) -> None:
         limits = ResidencyLimits(4000, device_pages, 40, 200, hot_pages)
         policy, pages = ResidencyPolicy(mode=mode), DevicePages(device_pages)
@@ -279,6 +284,7 @@ class Device:
             scratch_pages=150 if chunk_pages else 0,
             chunk_pages=chunk_pages,
             short_extend_tokens=3 * PAGE,
+            has_windows=windows,
         )
         self.extends = Extends(self.residency, self.policy.make_room, rule, object() if chunk_pages else None)
         self.lengths: dict[int, int] = {}
@@ -309,7 +315,8 @@ class Device:
         if not checked(budget, prompt * PAGE, new=grows * PAGE, extend=own * PAGE):
             return None
         residency, book, slot = self.residency, self.residency.book, len(self.lengths) + 1
-        if (prefill := self.extends.decide(prefix, prompt * PAGE, final * PAGE)).is_streamed:
+        free = residency.device_pages.num_usable - book.committed_pages()
+        if (prefill := self.extends.decide(prefix, prompt * PAGE, final * PAGE, free)).is_streamed:
             return self._stream(slot, prefix, own, grows, prefill.chunk_pages)
         book.hold(prefix, +1)
         on_host = [page for page in prefix if book.is_host_only(page)]
@@ -370,6 +377,28 @@ def test_a_long_prefix_of_two_leaves_though_its_first_page_serves_a_third() -> N
     assert sorted(device.residency.hot_lease) == [1, 2], "the short request is charged for its pages, not for a lease"
 
 
+def test_short_extends_of_resident_prefixes_do_not_wait_for_each_other() -> None:
+    """Goal: what the ledger cannot promise to keep resident is charged a lease and a chunk. Method: three prefixes of 12 pages that
+    all are on a device of 40, next turns of one page each; without windows the third one waits."""
+    for windows in (False, True):
+        device = Device(40, 4, chunk_pages=4, windows=windows)
+        prefixes = []
+        for _ in range(3):
+            slot, row = len(device.lengths) + 1, device.start([], 12, 0)
+            assert row is not None
+            prefixes.append(row)
+            device.residency.free(device.residency.unmap(slot, 12, len(row)))
+            device.residency.release(slot)
+            device.lengths.pop(slot), device.finals.pop(slot)
+        budget, admitted = device.budget(), []
+        for prefix in prefixes:
+            budget.consider(prefix)
+            admitted.append(checked(budget, 13 * PAGE, new=PAGE, extend=PAGE))
+            if admitted[-1]:
+                budget.reserve(PAGE, PAGE)
+        assert admitted == [True, True, windows] and budget.free_device_pages >= 0
+
+
 def test_always_host_leases_within_the_ledger() -> None:
     """Goal: leases of short requests do not take what others were promised. Method: short requests until none is admitted."""
     device = Device(30, 8, ResidencyMode.ALWAYS_HOST)
@@ -389,6 +418,7 @@ _FAMILY = st.tuples(st.integers(0, 24), st.lists(_MEMBER, min_size=1, max_size=6
     families=st.lists(_FAMILY, min_size=1, max_size=4),
     mode=st.sampled_from(ResidencyMode),
     chunk_pages=st.sampled_from((0, 0, 1, 2, 5)),
+    windows=st.booleans(),
 )
 def test_the_ledger_keeps_its_promise(
     device_pages: int,
@@ -397,10 +427,11 @@ def test_the_ledger_keeps_its_promise(
     families: list[tuple[int, list[tuple[int, int]]]],
     mode: ResidencyMode,
     chunk_pages: int,
+    windows: bool,
 ) -> None:
     """Goal: I7, no admitted request is short of device pages. Method: families of requests with nested prefixes, growing; those
-    longer than the device, and short extends of what is on the host, are streamed."""
-    device = Device(device_pages, hot_pages, mode, chunk_pages)
+    longer than the device, short extends of what is on the host, and short ones for which the ledger is short, are streamed."""
+    device = Device(device_pages, hot_pages, mode, chunk_pages, windows)
     if device_pages < device.limits.smallest_pages:
         return
     root_pages: list[int] = []

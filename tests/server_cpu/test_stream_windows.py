@@ -121,6 +121,27 @@ def test_one_at_a_time_where_attention_cannot_be_cut(monkeypatch: pytest.MonkeyP
         finish(engine)
 
 
+@pytest.mark.parametrize("looks", [True, False])
+def test_a_turn_over_a_resident_prefix_does_not_wait_for_a_whole_prefix(looks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: what the ledger cannot promise to keep on the device is streamed at need, not put off until others end. Method: four
+    histories on the host, a fifth of 12 pages on a device of 40; its next turn comes last. A rule that does not look at the
+    ledger lets it wait."""
+    if not looks:
+        original = PrefillRule.decide
+        monkeypatch.setattr(PrefillRule, "decide", lambda rule, *args, **given: original(rule, *args, **given | {"free_pages": None}))
+    with windowed_engine(overlap=False) as engine:
+        histories = histories_on_host(engine, [900, 910, 920, 930])
+        histories += submit(engine, [12 * PAGE - 20], 12, seed=7)
+        engine.run_until_idle()
+        turns = next_turns(engine, histories, 30)
+        engine.run_until(lambda: len(turns[0].output) >= 4)
+        assert [bool(turn.output) for turn in turns] == [True] * 4 + [looks]
+        assert_residency_sound(engine)
+        engine.run_until_idle()
+        assert_outputs(turns)
+        finish(engine)
+
+
 @pytest.mark.parametrize("at", [0, 1, 2])
 def test_abort_of_one_of_the_batch(at: int) -> None:
     """Goal: the others go on. Method: the client of each of three turns leaves right after their extend."""

@@ -30,6 +30,7 @@ class Options:
     output_pages: int  # longest output
     scratch_pages: int  # longest prefill that may be streamed, 0: none
     short_extend_tokens: int
+    has_windows: bool  # a batch may read more than the scratch holds
     ledger: bool  # admission counts what live requests may need at worst; their growth must never be refused then
     p_arrive: float
     p_twin: float  # an equal prompt arrives with it
@@ -93,6 +94,7 @@ class Options:
             output_pages=rng.choice((1, 2, 4)),
             scratch_pages=scratch,
             short_extend_tokens=rng.choice((0, 2 * page_size, 6 * page_size)),
+            has_windows=border_rng.random() < 0.6,
             # With copies that are not acknowledged at once nobody can promise pages.
             ledger=not (p_late or p_unsent) and rng.random() < 0.8,
             p_arrive=rng.uniform(0.2, 0.9),

@@ -45,6 +45,7 @@ class Simulation:
             scratch_pages=options.scratch_pages,
             chunk_pages=-(-options.chunk_tokens // self.page_size),
             short_extend_tokens=options.short_extend_tokens,
+            has_windows=options.has_windows,
         )
         self.batch_pages, self.batch_streams = 0, False  # of the batch that is being put together
         self.rested = False  # no forward since the border was looked at
@@ -181,10 +182,16 @@ class Simulation:
         final, prompt = -(-request.target_len // size), -(-request.prompt_len // size)
         book = ranks.first.coordinator.book
         on_host = [page for page in prefix if book.is_host_only(page)]
+        free = ranks.first.coordinator.device_pages.num_usable - book.committed_pages() if self.options.ledger else None
         prefill = self.rule.decide(
-            prompt, final, extend_tokens=request.prompt_len - start, prefix_pages=len(prefix), host_pages=len(on_host)
+            prompt,
+            final,
+            extend_tokens=request.prompt_len - start,
+            prefix_pages=len(prefix),
+            host_pages=len(on_host),
+            free_pages=free,
         )
-        if self.options.ledger and book.committed_pages() + prefill.pages > ranks.first.coordinator.device_pages.num_usable:
+        if free is not None and prefill.pages > free:
             return None
         request.chunk_pages = prefill.chunk_pages
         end = self._chunk_end(request, start)
@@ -216,7 +223,7 @@ class Simulation:
 
     def _fits_scratch(self, num_pages: int, is_streamed: bool) -> bool:
         """Whether the batch may read `num_pages` more; they count as taken then."""
-        fits = self.batch_pages + num_pages <= self.options.scratch_pages
+        fits = self.rule.shares_batch(self.batch_pages + num_pages)
         if not fits and (is_streamed or self.batch_streams):
             return False
         self.batch_pages += num_pages
