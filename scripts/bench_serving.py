@@ -216,18 +216,21 @@ def repeats(known: Sequence[dict[str, Any]], runs: Sequence[dict[str, Any]]) -> 
 
 
 def ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Ours over the better of the others, for every point that has ours and another system; output tok/s."""
+    """Ours over the better of the others, for every point that has ours and another system; output tok/s. With ours_elastic there
+    is a second entry, with the key system; the other variants of ours are compared with ours alone."""
     keys = [key for key in SERVING_IDENTITY if key != "system"]
     entries = []
     for point in dict.fromkeys(tuple(row[key] for key in keys) for row in rows):
         speed = {row["system"]: row["output_tok_s"] for row in rows if tuple(row[key] for key in keys) == point}
-        ours = speed.pop("ours", None)
-        speed = {system: value for system, value in speed.items() if not system.startswith("ours_")}
-        if ours is None or not speed:
-            continue
-        better = max(speed, key=lambda system: speed[system])
-        entry = dict(zip(keys, point, strict=True)) | {"better": better, "others": len(speed)}
-        entries.append(entry | {"ours_over_better": round(ours / speed[better], 3)})
+        others = {system: value for system, value in speed.items() if not system.startswith("ours")}
+        for ours in ("ours", "ours_elastic"):
+            if ours not in speed or not others:
+                continue
+            better = max(others, key=lambda system: others[system])
+            entry = dict(zip(keys, point, strict=True)) | {"better": better, "others": len(others)}
+            if ours != "ours":
+                entry["system"] = ours
+            entries.append(entry | {"ours_over_better": round(speed[ours] / others[better], 3)})
     return entries
 
 

@@ -166,8 +166,8 @@ class HiSparseConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         Meta(ge=0, le=1 << 30),
         KeyText(
             "tokens",
-            "a request with at most this many new tokens reads a prefix that is mostly on the host from there, layer by "
-            "layer; with more, the prefix is brought back to the GPU first",
+            "a request with at most this many new tokens reads a prefix that is mostly on the host, or that others leave no "
+            "room for on the GPU, from there, layer by layer; with more, the prefix is brought back to the GPU first",
         ),
     ] = 1024
     union_extend_tokens: Annotated[
