@@ -183,14 +183,8 @@ class Simulation:
         book = ranks.first.coordinator.book
         on_host = [page for page in prefix if book.is_host_only(page)]
         free = ranks.first.coordinator.device_pages.num_usable - book.committed_pages() if self.options.ledger else None
-        prefill = self.rule.decide(
-            prompt,
-            final,
-            extend_tokens=request.prompt_len - start,
-            prefix_pages=len(prefix),
-            host_pages=len(on_host),
-            free_pages=free,
-        )
+        found = {"prefix_pages": len(prefix), "host_pages": len(on_host), "free_pages": free}
+        prefill = self.rule.decide(prompt, final, extend_tokens=request.prompt_len - start, **found)
         if free is not None and prefill.pages > free:
             return None
         request.chunk_pages = prefill.chunk_pages
