@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-
 from serving.retrieval_plan import make_plan
 from serving.retrieval_weights import Named, RetrievalWeights
 

@@ -26,10 +26,10 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from sim.border_mutations import BORDER_MUTATIONS  # noqa: E402
-from sim.gpu_model import Violation  # noqa: E402
-from sim.mutations import MUTATIONS, hunt  # noqa: E402
-from sim.simulator import Simulation  # noqa: E402
+from sim.border_mutations import BORDER_MUTATIONS
+from sim.gpu_model import Violation
+from sim.mutations import MUTATIONS, hunt
+from sim.simulator import Simulation
 
 CHUNK = 100  # schedules a work item
 

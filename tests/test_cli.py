@@ -27,7 +27,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
     """The program as the console script starts it."""
     program = "import sys; from sglang_hisparse.cli import main; sys.exit(main())"
     command = [sys.executable, "-c", program, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, **environment})
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=120, env={**os.environ, **environment})
 
 
 def test_config_alone_shows_every_setting() -> None:
@@ -91,7 +91,7 @@ def test_version_and_help_need_neither_torch_nor_sglang() -> None:
         "import sys; sys.modules['torch'] = sys.modules['sglang'] = None\nfrom sglang_hisparse.cli import main\nmain()"
     )
     for arguments, expected in ((["--version"], sglang_hisparse.__version__), (["--help"], "config")):
-        result = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=60)
+        result = subprocess.run([sys.executable, "-c", program, *arguments], check=False, capture_output=True, text=True, timeout=60)
         assert result.returncode == 0, result.stderr
         assert expected in result.stdout
 

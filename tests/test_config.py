@@ -194,20 +194,20 @@ def test_defaults_are_filled_from_the_model() -> None:
         (
             '{"device_buffer_size": 4096}',
             dataclasses.replace(V32, verification_rows=4),
-            "device_buffer_size: 4096 is below top_k (2048) times 4 verification rows; "
-            "allowed: a multiple of 64 from 8192 to 32768",
+            ("device_buffer_size: 4096 is below top_k (2048) times 4 verification rows; "
+            "allowed: a multiple of 64 from 8192 to 32768"),
         ),
         (
             '{"device_buffer_size": 2050}',
             V32,
-            "device_buffer_size: 2050 is not a multiple of the page (64 tokens); "
-            "allowed: a multiple of 64 from 2048 to 32768",
+            ("device_buffer_size: 2050 is not a multiple of the page (64 tokens); "
+            "allowed: a multiple of 64 from 2048 to 32768"),
         ),
         (
             "{}",
             ModelFacts(index_topk=20000, num_layers=1),
-            "device_buffer_size: 40000 is above the 32768 slots that can be numbered; "
-            "allowed: a multiple of 64 from 20032 to 32768",
+            ("device_buffer_size: 40000 is above the 32768 slots that can be numbered; "
+            "allowed: a multiple of 64 from 20032 to 32768"),
         ),
     ],
 )

@@ -13,10 +13,12 @@ safetensors_torch = pytest.importorskip("safetensors.torch", reason="safetensors
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "scripts"))
 
-import make_tiny_dsa  # noqa: E402
-from serving.client import random_prompts  # noqa: E402
-from serving.reference_dsa import Disturbance, Generation, ReferenceModel  # noqa: E402
-from serving.retrieval_plan import Codebook, inverse_frequencies, make_plan  # noqa: E402
+import itertools
+
+import make_tiny_dsa
+from serving.client import random_prompts
+from serving.reference_dsa import Disturbance, Generation, ReferenceModel
+from serving.retrieval_plan import Codebook, inverse_frequencies, make_plan
 
 SMALL = make_tiny_dsa.FULL_CONFIG | {
     "hidden_size": 384, "index_head_dim": 80, "index_n_heads": 16, "index_topk": 192, "intermediate_size": 128,
@@ -94,7 +96,7 @@ def test_selection_moves_but_keeps_its_locality(runs: list[dict[str, Generation]
         steps = run["exact"].selected
         kept = [
             len(a & b) / len(a)
-            for old, new in zip(steps, steps[1:], strict=False)
+            for old, new in itertools.pairwise(steps)
             for a, b in zip(old, new, strict=True)
         ]
         assert 0.5 < np.mean(kept) < 0.95

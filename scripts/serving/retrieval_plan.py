@@ -11,6 +11,7 @@ every decision has a margin of one vote: rounding and the order in which attenti
 a wrong row can.
 """
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -114,7 +115,7 @@ def _spans(sizes: list[int], total: int, what: str) -> list[Span]:
     if sum(sizes) > total:
         raise ValueError(f"{what}: the features need {sum(sizes)} dimensions, the model has {total}")
     edges = np.cumsum([0, *sizes])
-    return [Span(int(start), int(stop)) for start, stop in zip(edges[:-1], edges[1:], strict=True)]
+    return [Span(int(start), int(stop)) for start, stop in itertools.pairwise(edges)]
 
 
 def _check(config: dict[str, Any]) -> tuple[int, int]:

@@ -118,9 +118,10 @@ class Engine:
 
     def submit(self, token_ids: Sequence[int], max_new_tokens: int, rid: str | None = None) -> Handle:
         """Queue a greedy request; it enters the scheduler at the next step. Rids must not be prefixes of each other."""
+        from array import array
+
         from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
         from sglang.srt.sampling.sampling_params import SamplingParams
-        from array import array
 
         rid = rid or f"r{len(self.handles):05d}"
         prompt = tuple(int(token) for token in token_ids)
@@ -188,8 +189,9 @@ class Engine:
         SGLang's own test switch (SGLANG_TEST_RETRACT) is used. It retracts one request at least, if any decodes and no
         prefill is due in this step.
         """
-        from sglang.srt.managers import scheduler as scheduler_module
         from unittest import mock
+
+        from sglang.srt.managers import scheduler as scheduler_module
 
         before = {rid: req.retraction_count for rid, req in self._live_requests().items()}
         with (

@@ -10,9 +10,9 @@ import pytest
 
 pytest.importorskip("sglang")
 
-from harness.engine import Engine, make_scheduler  # noqa: E402
-from harness.fake_model import WrongRowError  # noqa: E402
-from harness.scenarios import random_life  # noqa: E402
+from harness.engine import Engine, make_scheduler
+from harness.fake_model import WrongRowError
+from harness.scenarios import random_life
 
 # Outputs long enough that pages written while decoding leave the tail.
 LIFE = {"seed": 11, "num_events": 100, "max_new": 300}

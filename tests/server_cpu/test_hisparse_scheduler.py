@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("sglang")
 
-from harness.checks import (  # noqa: E402
+from harness.checks import (
     assert_no_request_left,
     assert_outputs,
     assert_pools_empty,
@@ -19,8 +19,8 @@ from harness.checks import (  # noqa: E402
     assert_residency_sound,
     used_host_tier,
 )
-from harness.engine import Engine, Handle, make_scheduler  # noqa: E402
-from harness.scenarios import random_life  # noqa: E402
+from harness.engine import Engine, Handle, make_scheduler
+from harness.scenarios import random_life
 
 LOOPS = pytest.mark.parametrize("overlap", [False, True], ids=["plain-loop", "overlap-loop"])
 RADIX = pytest.mark.parametrize("radix", [True, False], ids=["radix", "no-radix"])
@@ -130,7 +130,7 @@ def test_retraction_keeps_pages(mode: str, radix: bool, overlap: bool) -> None:
         handles = submit(engine, [500, 620, 560], 80)
         retracted = 0
         for output_tokens in (10, 40, 60):
-            engine.run_until(lambda: max(len(handle.output) for handle in handles) >= output_tokens)
+            engine.run_until(lambda least=output_tokens: max(len(handle.output) for handle in handles) >= least)
             retracted += engine.retract()
             assert_residency_sound(engine)
         engine.run_until_idle()

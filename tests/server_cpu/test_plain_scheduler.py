@@ -10,8 +10,8 @@ import torch
 
 pytest.importorskip("sglang")
 
-from harness.engine import Engine, Handle, make_scheduler  # noqa: E402
-from harness.fake_model import WrongRowError  # noqa: E402
+from harness.engine import Engine, Handle, make_scheduler
+from harness.fake_model import WrongRowError
 
 
 def submit_shared(engine: Engine, count: int, *, shared: int = 300, own: int = 40, new: int = 20) -> list[Handle]:

@@ -7,7 +7,7 @@ test_checkers_bite.py; nothing else may import them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -25,7 +25,7 @@ class Mutation:
 
     name: str
     breaks: str
-    parts: Parts = Parts()
+    parts: Parts = field(default_factory=Parts)
     simulation: type[Simulation] = Simulation
 
 
