@@ -67,6 +67,9 @@ def main(argv: list[str] | None = None) -> int:
     paths = Paths(args.model, args.logs, args.site, args.plugin, args.cache)
     limits = Limits(pool_tokens=NO_LIMIT, kv_dtype=args.kv_dtype, mem_fraction=args.mem_fraction)
     rows: dict[str, dict[str, int]] = {}
+    shares: dict[str, float] = {}
+    head = {"commit": args.commit, "versions": versions(args.site), "mem_fraction_static": args.mem_fraction}
+    head |= {"kv_dtype": args.kv_dtype, "host_to_device_ratio": args.ratio}
     for place, system in enumerate(args.systems):
         keys = SYSTEMS[system]
         config = {} if keys is None else {"host_to_device_ratio": args.ratio} | keys
@@ -77,13 +80,9 @@ def main(argv: list[str] | None = None) -> int:
         except ServerError as error:
             print(f"FAILED: {system}: {error}", flush=True)
             return 1
-        print(f"[{system}] {rows[system]}", flush=True)
-    shares = {system: round(row["device_tokens"] / rows["plain"]["device_tokens"], 4) for system, row in rows.items()}
-    head = {"commit": args.commit, "versions": versions(args.site), "mem_fraction_static": args.mem_fraction}
-    write_json(
-        args.out / "capacity_h200.json",
-        head | {"kv_dtype": args.kv_dtype, "host_to_device_ratio": args.ratio, "rows": rows, "share_of_plain": shares},
-    )
+        shares[system] = round(rows[system]["device_tokens"] / rows["plain"]["device_tokens"], 4)
+        print(f"[{system}] {rows[system]}, {shares[system]} of plain's", flush=True)
+        write_json(args.out / "capacity_h200.json", head | {"rows": rows, "share_of_plain": shares})
     holds = shares.get("ours_elastic", 1.0) >= LEAST_SHARE
     print(f"{'ok' if holds else 'FAILED'}: share of plain's tokens {shares}", flush=True)
     return 0 if holds else 1

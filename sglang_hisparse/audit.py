@@ -9,7 +9,9 @@ SGLANG_HISPARSE_AUDIT=1        of the rows that each decode step gives to attent
                                  taken when their page was sealed;
                                - every row is held against the poison that freed pages are overwritten with.
                                `audited_rows` and `mismatches` count them; what is wrong is logged with request, layer, page and
-                               the page's history. Cost: 4 bytes of GPU memory per row and layer, and every step takes longer.
+                               the page's history. Cost: 4 bytes of GPU memory per row and layer; every selected row of a
+                               host-only page is read from the host once more, up to top_k * row bytes * layers a request and step,
+                               where without the audit only misses are.
 SGLANG_HISPARSE_FAULT=zero_rows:0.01
                                this share of the selected positions is given to attention as the pad page's row; the other
                                faults of that variable are described in faults.py.
