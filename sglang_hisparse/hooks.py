@@ -23,6 +23,7 @@ from sglang_hisparse.runtime import HiSparseRuntime
 from sglang_hisparse.shutdown import with_shutdown
 from sglang_hisparse.sync_debug import no_device_sync
 from sglang_hisparse.transfer.attention_windows import around_flashmla_kv, around_flashmla_sparse
+from sglang_hisparse.transfer.decode_top_k import TopKTap
 from sglang_hisparse.transfer.index_scores import ScoreTap
 from sglang_hisparse.validation import validate_server_args
 
@@ -126,8 +127,11 @@ def around_topk_paged(
     original: Callable[..., Any], indexer: Any, forward_batch: Any, layer_id: int, q_fp8: Any, weights: Any, metadata: Any
 ) -> Any:
     runtime = getattr(forward_batch, "hisparse_coordinator", None)
-    if isinstance(runtime, HiSparseRuntime) and runtime.hot.scores is not None:
-        metadata = ScoreTap(metadata, runtime.hot.scores, layer_id - runtime.pool.start_layer)
+    if isinstance(runtime, HiSparseRuntime):
+        if runtime.decode_top_k is not None and forward_batch.forward_mode.is_decode_or_idle():
+            metadata = TopKTap(metadata, runtime.decode_top_k)
+        if runtime.hot.scores is not None:
+            metadata = ScoreTap(metadata, runtime.hot.scores, layer_id - runtime.pool.start_layer)
     return original(indexer, forward_batch, layer_id, q_fp8, weights, metadata)
 
 
@@ -308,7 +312,8 @@ HOOKS: tuple[Hook, ...] = (
         "layers.attention.dsa.dsa_indexer.Indexer._get_topk_paged",
         "AROUND",
         around_topk_paged,
-        "the indexer's scores of a decode step say which hot rows leave, where the configuration wants that",
+        "the indexer's scores of a decode step say which hot rows leave, where the configuration wants that; its top-k may come "
+        "from the kernel that SGLang uses without HiSparse",
     ),
     Hook(
         "layers.attention.dsa_backend.DeepseekSparseAttnBackend._forward_flashmla_sparse",

@@ -37,6 +37,7 @@ from sglang_hisparse.shutdown import obey_sigterm
 from sglang_hisparse.stats import StatsWriter, exceeds_device, residency_counts, resolver_counts
 from sglang_hisparse.storage.counters import STORAGE_COUNTS
 from sglang_hisparse.storage.tier import StorageTier
+from sglang_hisparse.transfer.decode_top_k import DecodeTopK
 from sglang_hisparse.transfer.hot_buffer import GroupTable, HotBuffers
 from sglang_hisparse.transfer.last_resort import copy_to_host_now
 from sglang_hisparse.transfer.prefix_stream import PrefixStream
@@ -103,6 +104,7 @@ class HiSparseRuntime:
             device_bases=pool.device_bases(),
             evicts_by_score=settings.resolved().evicts_by_score,
         )
+        self.decode_top_k = DecodeTopK.from_env(limits.max_pages_per_slot, allocator.page_table.device)
         self.worker = TransferWorker(
             host_bases=self.hot.host_bases,
             device_bases=self.hot.device_bases,
