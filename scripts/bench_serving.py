@@ -12,7 +12,8 @@ results in serving_h200.json. --equal bytes: KV rows and index keys together tak
 results in serving_equal_memory_h200.json, where pool_tokens is the pool of plain SGLang.
 
 ours_elastic is ours with elastic_border: it begins with the device tokens of plain SGLang, and has as many logical tokens as
-ours; only with --equal bytes. ours_audit checks rows while it runs; ours_latency admits without a look at the throughput.
+ours; only with --equal bytes. ours_audit checks rows while it runs; ours_latency admits without a look at the throughput; ours_top_k
+selects in decode steps by plain SGLang's kernel.
 --output and --stream-interval: with 256 tokens prefill takes most of the time of a long prompt; longer outputs show decode; one
 event a token makes the HTTP stream the bottleneck of small models. A result file holds rows of one stream interval
 (`stream_interval`; a file without it: 1) and of one --config (`config`); a call with another one ends before it starts a server,
@@ -49,6 +50,7 @@ SYSTEMS = {
     "ours": ServerSpec("bench-ours", hisparse=True, plugin=True),
     "ours_elastic": ServerSpec("bench-elastic", hisparse=True, plugin=True, config={"elastic_border": True}),
     "ours_audit": ServerSpec("bench-audit", hisparse=True, plugin=True, env={"SGLANG_HISPARSE_AUDIT": "1"}),
+    "ours_top_k": ServerSpec("bench-top-k", hisparse=True, plugin=True, env={"SGLANG_HISPARSE_FUSED_TOP_K": "1"}),
     "ours_latency": ServerSpec("bench-latency", hisparse=True, plugin=True, config={"admission": "latency"}),
 }
 DEFAULT_SYSTEMS = ["plain", "builtin", "ours"]

@@ -10,6 +10,7 @@ behind as they go (results in --out). `plain` writes plain_outputs.json, which l
   pressure  high watermarks, so that pages are spilled early; all at once, twice, the second time with cached prefixes
   elastic   the border between KV and index-K moves while they run: all at once, twice; it goes back while the server rests after a
             flush; once more
+  topk      forced spills with the decode steps' top-k from the kernel of plain SGLang; all at once, twice
   noradix   --disable-radix-cache: all at once
   fault     1 % of the rows given to attention replaced: most texts must change, or the comparison proves nothing
 
@@ -44,6 +45,10 @@ SPECS = {
         "pressure", hisparse=True, plugin=True, config={"watermark_low": 0.3, "watermark_high": 0.5}, env=AUDIT
     ),
     "elastic": ServerSpec("elastic", hisparse=True, plugin=True, config={"elastic_border": True}, env=AUDIT),
+    "topk": ServerSpec(
+        "topk", hisparse=True, plugin=True, config={"watermark_low": 0.3, "watermark_high": 0.5},
+        env=AUDIT | {"SGLANG_HISPARSE_FUSED_TOP_K": "1"},
+    ),
     "noradix": ServerSpec("noradix", hisparse=True, plugin=True, radix=False, env=AUDIT),
     "fault": ServerSpec(
         "fault", hisparse=True, plugin=True, config={"residency": "always_host"},
@@ -205,6 +210,12 @@ def run_pressure(run: Run) -> None:
         _against_plain(run, server, "forced spills", 2, 0)
 
 
+def run_topk(run: Run) -> None:
+    """The same with another kernel for the top-k of decode steps."""
+    with run.server("topk") as server:
+        _against_plain(run, server, "forced spills, fused top-k", 2, 0)
+
+
 def run_elastic(run: Run) -> None:
     """Memory moves from KV to index-K as the prompts fill the cache, under captured graphs and host copies."""
     with run.server("elastic") as server:
@@ -245,6 +256,7 @@ PHASES: dict[str, tuple[Callable[[Run], None], int]] = {
     "ours": (run_ours, 210),
     "host": (run_host, 210),
     "pressure": (run_pressure, 170),
+    "topk": (run_topk, 170),
     "elastic": (run_elastic, 230),
     "noradix": (run_noradix, 130),
     "fault": (run_fault, 120),
