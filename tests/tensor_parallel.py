@@ -232,6 +232,10 @@ def a_border_seen_at_two_speeds(rank: int, port: int, trace: Trace, *, agreed: b
         churn(engine, trace, seed=17, longest=1000)
         told, border.border.calm_looks, places = border.counters(), 10, []
         if agreed:
+            for _ in range(500):
+                if engine.idle:
+                    break
+                trace.step(engine)
             engine.coordinator.settle()
             assert engine.flush()
             for _ in range(150):
@@ -244,6 +248,26 @@ def a_border_seen_at_two_speeds(rank: int, port: int, trace: Trace, *, agreed: b
 def a_border_seen_by_each_rank_alone(rank: int, port: int, trace: Trace) -> None:
     """See `a_border_seen_at_two_speeds`."""
     a_border_seen_at_two_speeds(rank, port, trace, agreed=False)
+
+
+def turns_in_windows(rank: int, port: int, trace: Trace) -> None:
+    """Next turns that come together read more of the host than the scratch holds; one prefix is on the device, and the ledger cannot
+    keep it there. Copies are done at two speeds."""
+    settings = {"prefill_scratch_tokens": 20 * PAGE, "stream_extend_tokens": 128, "union_extend_tokens": 0, "promote_mib_per_step": 0}
+    with engine_of(rank, port, settings, device_tokens=40 * PAGE) as engine:
+        engine.link._max_batches = 1 + 2 * rank
+        rng = np.random.default_rng(18)
+        for _ in range(3):
+            histories = [engine.submit(rng.integers(10, 1000, 900 + 10 * number).tolist(), 12) for number in range(4)]
+            trace.step(engine, 150)
+            assert engine.coordinator.make_room(40)
+            histories.append(engine.submit(rng.integers(10, 1000, 12 * PAGE - 20).tolist(), 12))
+            trace.step(engine, 60)
+            turns = [engine.submit([*one.prompt, *one.output, 11, 12, 13], 25) for one in histories]
+            trace.step(engine, 150)
+            assert all(turn.output == turn.history.output(25) for turn in turns)
+        counts = engine.coordinator.counters()
+        trace.write({"told": [counts[f"streamed_{name}"] for name in ("extends", "windows")]})
 
 
 def storage_of_two_speeds(rank: int, port: int, trace: Trace) -> None:
@@ -398,6 +422,7 @@ LIVES: dict[str, Callable[[int, int, Trace], None]] = {
         a_gate_on_each_rank,
         a_border_seen_at_two_speeds,
         a_border_seen_by_each_rank_alone,
+        turns_in_windows,
         storage_of_two_speeds,
         questions_while_copies_run,
         told_to_end,

@@ -125,6 +125,14 @@ def test_a_border_seen_by_each_rank_would_part_them(traces: dict[str, list[Lines
     assert len(steps[0]) != len(steps[1]) or _first_difference([lines[:shared] for lines in steps]) is not None
 
 
+def test_windows_are_the_same_on_all_ranks(traces: dict[str, list[Lines]]) -> None:
+    """Goal: what is streamed, and cut how, follows from the books alone. Method: links of two speeds; tables, queues, counts each step."""
+    ranks = traces["turns_in_windows"]
+    assert _first_difference(_steps(ranks)) is None
+    first, second = (lines[-1]["told"] for lines in ranks)
+    assert first == second and first[0] >= 3 and first[1] > first[0], "several windows an extend"
+
+
 def test_questions_of_idleness_have_one_answer(traces: dict[str, list[Lines]]) -> None:
     """Goal: no rank flushes, or takes a health check, by itself. Method: a flush that waits while copies run; all answers."""
     ranks = traces["questions_while_copies_run"]
