@@ -89,8 +89,7 @@ class Prefill:
 @dataclass(frozen=True, slots=True)
 class PrefillRule:
     """Whether a prefill is made resident or streamed: a function of the request, of where its prefix lies, and of what the ledger
-    has left in the order of the batch, so that admission and allocation come to the same answer. All counts are pages unless the
-    name says otherwise.
+    has left in the order of the batch, equal on all ranks. All counts are pages unless the name says otherwise.
 
     Resident is preferred. Streamed are prompts that the device can never hold, and short extends of a prefix that lies mostly
     on the host: bringing it back would spill others, and would only be waited for. Where the ledger cannot promise that all of its

@@ -17,7 +17,8 @@ import pytest
 
 pytest.importorskip("sglang")
 
-from tensor_parallel import LIVES, PAGE, RANKS
+from tensor_parallel import LIVES
+from two_ranks import PAGE, RANKS
 
 FOLDER = Path(__file__).parent
 Lines = list[dict[str, Any]]

@@ -31,8 +31,10 @@ class HiSparsePrefillBudget(PrefillBudget):
         super().__init__(allocator, tree_cache, num_mixed_decode_tokens=num_mixed_decode_tokens)
         self.free_device_pages = allocator.device_pages.num_usable - allocator.runtime.committed_device_pages()
         self._extends = allocator.runtime.extends
+        self._extends.begin_pass()
         self.closed = False
         self._req: Any = None  # the candidate, where SGLang has named it
+        self._candidate_req: Any = None  # the same, until it is reserved
         self._candidate = Prefill(0)
         self._candidate_pages = 0  # of its sequence, up to the end of its next chunk
         self._batch_pages = 0  # the same of all that this pass has taken
@@ -49,7 +51,7 @@ class HiSparsePrefillBudget(PrefillBudget):
     def _fits(self, prompt_tokens: int, max_new_tokens: int, extend_tokens: int, chunk_limit: int | None) -> bool:
         """Whether the candidate's device pages are free in the ledger, and the scratch holds what its batch then reads."""
         cached, req = (prompt_tokens - extend_tokens) // self.page_size, self._req
-        self._req = None
+        self._req, self._candidate_req = None, req
         is_known = cached and req is not None and self._extends.stream is not None
         pages = self.tree_cache.prefix_pages(req) if is_known else range(0)
         total = prompt_tokens + max_new_tokens
@@ -113,6 +115,8 @@ class HiSparsePrefillBudget(PrefillBudget):
         super().reserve(extend_input_len, max_new_tokens, is_chunked_continuation=is_chunked_continuation, **kwargs)
         if not is_chunked_continuation:
             self.free_device_pages -= self._candidate.pages
+            if self._candidate_req is not None:
+                self._extends.promise(self._candidate_req, self._candidate)
             self._batch_pages += self._candidate_pages
             self._batch_streams |= self._candidate.is_streamed
             self._gate.reserve()

@@ -71,6 +71,7 @@ class Extends:
         self._was_refused = False
         self._make_room = make_room
         self._requests: list[_Request] = []
+        self._promised: dict[str, Prefill] = {}  # by request id: what the last admission pass has charged
 
     @property
     def is_allocating(self) -> bool:
@@ -103,6 +104,14 @@ class Extends:
             free_pages=free_pages,
         )
 
+    def begin_pass(self) -> None:
+        """A new admission pass: what another one has promised does not count."""
+        self._promised.clear()
+
+    def promise(self, req: Any, prefill: Prefill) -> None:
+        """Admission has charged `req` for this; allocation keeps to it, whatever has been freed in between."""
+        self._promised[req.rid] = prefill
+
     def begin(self, batch: Any) -> None:
         """Hold the prefixes that are to be resident, spill, promote; SGLang allocates next (R21)."""
         book, self._requests = self.residency.book, []
@@ -128,7 +137,8 @@ class Extends:
         prompt_pages, final_pages = -(-total // self.page_size), -(-(total + left) // self.page_size)
         if is_new := not req.kv.holds_kv:
             pages = batch.tree_cache.prefix_pages(req) if prefix_len else []
-            prefill = self.decide(pages, total, total + left, free_pages)
+            promised = self._promised.get(req.rid)
+            prefill = self.decide(pages, total, total + left, free_pages) if promised is None else promised
             is_streamed = prefill.is_streamed
         else:
             slot, prefill = req.kv.req_pool_idx, Prefill(0)

@@ -38,6 +38,18 @@ def _cuts(pool: HiSparsePool, ids: torch.Tensor) -> Iterator[_Cut]:
         pool.prefix_stream.leave()
 
 
+class _Result:
+    """Attention of the whole batch, put together as windows come: beside it there is one window's at most."""
+
+    def __init__(self, num_rows: int) -> None:
+        self._num_rows, self.whole = num_rows, torch.empty(0)
+
+    def put(self, cut: _Cut, part: torch.Tensor) -> None:
+        if cut.tokens.start == 0:
+            self.whole = part.new_empty((self._num_rows, *part.shape[1:]))
+        self.whole[cut.tokens] = part
+
+
 def _windowed_pool(backend: Any) -> HiSparsePool | None:
     """The pool, where the forward that runs now reads the scratch in several windows."""
     pool = getattr(backend, "token_to_kv_pool", None)
@@ -67,15 +79,12 @@ def _sparse_in_windows(
 ) -> torch.Tensor:
     if topk_length is not None and len(topk_length) != len(q_all):
         topk_length = None  # as SGLang does for the whole batch
-    results = []
+    result = _Result(len(q_all))
     for cut in _cuts(pool, page_table_1):
         length = None if topk_length is None else topk_length[cut.tokens]
-        results.append(
-            original(
-                backend, q_all=q_all[cut.tokens], kv_cache=cut.keys, page_table_1=cut.rows, topk_length=length, **others
-            )
-        )
-    return torch.cat(results)
+        given = {"q_all": q_all[cut.tokens], "kv_cache": cut.keys, "page_table_1": cut.rows, "topk_length": length}
+        result.put(cut, original(backend, **given, **others))
+    return result.whole
 
 
 def around_flashmla_kv(original: Callable[..., torch.Tensor], backend: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -108,14 +117,12 @@ def _kv_in_windows(
     metadata: Any,
     **others: Any,
 ) -> torch.Tensor:
-    results = []
+    result, kept = _Result(len(q_all)), pool.prefix_stream.kept
     for cut in _cuts(pool, page_table_1):
-        lengths = metadata.dsa_cache_seqlens_int32[cut.tokens]
-        schedule = backend._compute_flashmla_metadata(cache_seqlens=lengths, seq_len_q=1)
-        own = _WindowMetadata(metadata, lengths, schedule)
-        results.append(
-            original(
-                backend, q_all=q_all[cut.tokens], kv_cache=cut.keys, page_table_1=cut.rows, metadata=own, **others
-            )
-        )
-    return torch.cat(results)
+        if (own := kept.get(cut.tokens.start)) is None:  # of the first layer; the others have the same
+            lengths = metadata.dsa_cache_seqlens_int32[cut.tokens]
+            schedule = backend._compute_flashmla_metadata(cache_seqlens=lengths, seq_len_q=1)
+            own = kept[cut.tokens.start] = _WindowMetadata(metadata, lengths, schedule)
+        given = {"q_all": q_all[cut.tokens], "kv_cache": cut.keys, "page_table_1": cut.rows, "metadata": own}
+        result.put(cut, original(backend, **given, **others))
+    return result.whole

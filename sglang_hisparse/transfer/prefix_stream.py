@@ -83,6 +83,7 @@ class _Extend:
     staged: int = -1  #: number of the window that was staged last
     fetched: int = -1  #: number of the window whose union was fetched last
     times: _Times | None = None
+    kept: dict[int, Any] = field(default_factory=dict)
 
     @property
     def pages(self) -> _Pages | None:
@@ -158,6 +159,11 @@ class PrefixStream:
         """New tokens first..last-1 of each window, where the extend that runs now has several; else empty."""
         extend = self._extend
         return extend.spans if extend is not None and len(extend.windows) > 1 else []
+
+    @property
+    def kept(self) -> dict[int, Any]:
+        """What attention keeps from layer to layer of this extend, by the first token of a window."""
+        return self._extend.kept
 
     @property
     def layer(self) -> int:

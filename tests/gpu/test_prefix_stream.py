@@ -174,7 +174,7 @@ def test_a_short_extend_fetches_its_union(
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def narrow(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    """A scratch of 20 pages on a device of 40; batches that read more are cut into windows."""
+    """A scratch of 20 pages on a device of 40; batches that read more are cut into windows. No unions unless a test says so."""
     monkeypatch.setattr(PrefillRule, "fetches_union", lambda *_: False)
     sizes = Sizes(device_pages=40, ratio=4.0, layers=6, context_pages=40)
     config: dict[str, Any] = {"prefill_scratch_tokens": 20 * PAGE, "stream_extend_tokens": 2 * PAGE}
@@ -184,11 +184,9 @@ def narrow(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         yield world
 
 
-@pytest.mark.parametrize("late", ["none", "side", "copy", "forward"])
-def test_windows_of_one_extend(narrow: World, late: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Goal: next turns of three histories in one extend read right rows. Method: 16 to 18 pages each on the host, a scratch of 20,
-    and a fresh prompt of 22 pages, which is on the device; then a decode step of all."""
-    world, lengths = narrow, (16, 18, 17)
+def turns_in_windows(world: World, late: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Attention, tuple[Client, ...]]:
+    """Next turns of three histories, 16 to 18 pages each on the host, and a fresh prompt of 22 pages, in one extend."""
+    lengths = (16, 18, 17)
     for seed, pages in enumerate(lengths):
         history = world.client(world.prompt(pages * PAGE, seed=seed))
         extend(world, history)
@@ -198,12 +196,34 @@ def test_windows_of_one_extend(narrow: World, late: str, monkeypatch: pytest.Mon
     turns = [world.client(world.prompt(n * PAGE, seed=i) + world.prompt(30 + i, seed=9)) for i, n in enumerate(lengths)]
     large = world.client(world.prompt(22 * PAGE, seed=8))
     clients = (turns[0], large, turns[1], turns[2])
-    attention = extend(world, *clients)
+    return extend(world, *clients), clients
+
+
+@pytest.mark.parametrize("unions", [0, 1, 3])
+@pytest.mark.parametrize("late", ["none", "side", "copy", "forward"])
+def test_windows_of_one_extend(narrow: World, late: str, unions: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: every window reads right rows, of whole pages and of unions. Method: a scratch of 20 pages, one request larger than it on
+    the device; then a decode step of all. Turns have 30, 31 and 32 new tokens."""
+    monkeypatch.setattr(PrefillRule, "fetches_union", lambda rule, new_tokens, host_rows: new_tokens < 30 + unions)
+    attention, clients = turns_in_windows(narrow, late, monkeypatch)
     assert attention.num_wrong() == 0
-    counts = world.runtime.counters()
-    assert (counts["streamed_extends"], counts["streamed_windows"]) == (1, 4)
-    world.decode(*clients)
-    assert [world.wrong_rows(client) for client in clients] == [0] * 4
+    counts = narrow.runtime.counters()
+    assert [counts[f"streamed_{name}"] for name in ("extends", "windows", "unions")] == [1, 4, unions]
+    narrow.decode(*clients)
+    assert [narrow.wrong_rows(client) for client in clients] == [0] * 4
+
+
+@pytest.mark.gpu
+def test_a_half_is_not_fetched_into_under_its_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: the slow forward stream above proves something of windows. Method: the same with fetches that do not come behind it."""
+    monkeypatch.setattr(PrefillRule, "fetches_union", lambda *_: False)
+    config: dict[str, Any] = {"prefill_scratch_tokens": 20 * PAGE, "stream_extend_tokens": 2 * PAGE}
+    with make_world(Sizes(device_pages=40, ratio=4.0, layers=6, context_pages=40), device="cuda", chunk=CHUNK, **config) as world:
+        extends = world.runtime.extends
+        extends.rule = replace(extends.rule, has_windows=True)
+        monkeypatch.setattr(extends.stream, "_let_fetch", lambda: None)
+        attention, _ = turns_in_windows(world, "forward", monkeypatch)
+        assert attention.num_wrong() > 0
 
 
 @pytest.mark.gpu

@@ -5,6 +5,7 @@ of every request, window by window.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -108,10 +109,10 @@ def test_few_new_tokens_fetch_their_rows(monkeypatch: pytest.MonkeyPatch) -> Non
         finish(engine)
 
 
-def test_one_at_a_time_where_attention_cannot_be_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_at_a_time_where_attention_cannot_be_cut() -> None:
     """Goal: another prefill backend streams as many as the scratch holds. Method: the rule without windows, the same load."""
-    monkeypatch.setattr(PrefillRule, "shares_batch", lambda rule, pages: pages <= rule.scratch_pages)
     with windowed_engine() as engine:
+        engine.coordinator.extends.rule = replace(engine.coordinator.extends.rule, has_windows=False)
         histories = histories_on_host(engine, [1000, 1100, 1050])
         before = counts(engine)
         turns = next_turns(engine, histories)
