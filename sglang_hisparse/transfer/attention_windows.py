@@ -1,7 +1,8 @@
 """Attention of a streamed extend whose pages the scratch does not hold at once: window after window, in one forward.
 
-Hooked around the two calls (capacity.WINDOWED_BACKENDS) in which SGLang's DSA backend launches its kernel for selected rows. A row of attention depends on its
-own query and selected rows alone, so the batch can be cut between requests. Everything else of the layer runs once for the batch.
+Hooked around the two calls (capacity.WINDOWED_BACKENDS) in which SGLang's DSA backend launches its kernel for selected rows. A row of
+attention depends on its own query and selected rows alone, so the batch can be cut between requests. Everything else of the layer
+runs once for the batch.
 Decode steps and extends of one window pass through.
 """
 
@@ -56,43 +57,56 @@ def _windowed_pool(backend: Any) -> HiSparsePool | None:
     return pool if isinstance(pool, HiSparsePool) and pool.reads_windows else None
 
 
-def around_flashmla_sparse(
-    original: Callable[..., torch.Tensor], backend: Any, *args: Any, **kwargs: Any
-) -> torch.Tensor:
+def around_flashmla_sparse(original: Callable[..., torch.Tensor], backend: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     """bf16: [tokens, heads, v_head_dim]."""
+    return _in_windows(original, backend, _lengths_of, *args, **kwargs)
+
+
+def around_flashmla_kv(original: Callable[..., torch.Tensor], backend: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """fp8: as above; its schedule over the multiprocessors is for so many rows, so each window gets its own."""
+    return _in_windows(original, backend, _metadata_of, *args, **kwargs)
+
+
+#: (backend, its pool, tokens of a window, tokens of the batch, arguments of the whole batch) -> those that a window has otherwise
+_OwnArguments = Callable[[Any, HiSparsePool, slice, int, dict[str, Any]], dict[str, Any]]
+
+
+def _in_windows(
+    original: Callable[..., torch.Tensor], backend: Any, own: _OwnArguments, *args: Any, **kwargs: Any
+) -> torch.Tensor:
     pool = _windowed_pool(backend)
     if pool is None:
         return original(backend, *args, **kwargs)
-    return _sparse_in_windows(original, backend, pool, *args, **kwargs)
+    return _cut_between_requests(original, backend, own, pool, *args, **kwargs)
 
 
-def _sparse_in_windows(
+def _cut_between_requests(
     original: Callable[..., torch.Tensor],
     backend: Any,
+    own: _OwnArguments,
     pool: HiSparsePool,
     *,
     q_all: torch.Tensor,
     kv_cache: torch.Tensor,
     page_table_1: torch.Tensor,
-    topk_length: torch.Tensor | None = None,
     **others: Any,
 ) -> torch.Tensor:
-    if topk_length is not None and len(topk_length) != len(q_all):
-        topk_length = None  # as SGLang does for the whole batch
     result = _Result(len(q_all))
     for cut in _cuts(pool, page_table_1):
-        length = None if topk_length is None else topk_length[cut.tokens]
-        given = {"q_all": q_all[cut.tokens], "kv_cache": cut.keys, "page_table_1": cut.rows, "topk_length": length}
-        result.put(cut, original(backend, **given, **others))
+        given = others | own(backend, pool, cut.tokens, len(q_all), others)
+        result.put(
+            cut, original(backend, q_all=q_all[cut.tokens], kv_cache=cut.keys, page_table_1=cut.rows, **given)
+        )
     return result.whole
 
 
-def around_flashmla_kv(original: Callable[..., torch.Tensor], backend: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """fp8: as above; its schedule over the multiprocessors is for so many rows, so each window gets its own."""
-    pool = _windowed_pool(backend)
-    if pool is None:
-        return original(backend, *args, **kwargs)
-    return _kv_in_windows(original, backend, pool, *args, **kwargs)
+def _lengths_of(
+    backend: Any, pool: HiSparsePool, tokens: slice, num_tokens: int, whole: dict[str, Any]
+) -> dict[str, Any]:
+    lengths = whole.get("topk_length")
+    if lengths is None or len(lengths) != num_tokens:  # which SGLang leaves out for a whole batch too
+        return {"topk_length": None}
+    return {"topk_length": lengths[tokens]}
 
 
 class _WindowMetadata:
@@ -106,23 +120,12 @@ class _WindowMetadata:
         return getattr(self._whole, name)
 
 
-def _kv_in_windows(
-    original: Callable[..., torch.Tensor],
-    backend: Any,
-    pool: HiSparsePool,
-    *,
-    q_all: torch.Tensor,
-    kv_cache: torch.Tensor,
-    page_table_1: torch.Tensor,
-    metadata: Any,
-    **others: Any,
-) -> torch.Tensor:
-    result, kept = _Result(len(q_all)), pool.prefix_stream.kept
-    for cut in _cuts(pool, page_table_1):
-        if (own := kept.get(cut.tokens.start)) is None:  # of the first layer; the others have the same
-            lengths = metadata.dsa_cache_seqlens_int32[cut.tokens]
-            schedule = backend._compute_flashmla_metadata(cache_seqlens=lengths, seq_len_q=1)
-            own = kept[cut.tokens.start] = _WindowMetadata(metadata, lengths, schedule)
-        given = {"q_all": q_all[cut.tokens], "kv_cache": cut.keys, "page_table_1": cut.rows, "metadata": own}
-        result.put(cut, original(backend, **given, **others))
-    return result.whole
+def _metadata_of(
+    backend: Any, pool: HiSparsePool, tokens: slice, num_tokens: int, whole: dict[str, Any]
+) -> dict[str, Any]:
+    kept, metadata = pool.prefix_stream.kept, whole["metadata"]
+    if (own := kept.get(tokens.start)) is None:  # of the first layer; the others have the same
+        lengths = metadata.dsa_cache_seqlens_int32[tokens]
+        schedule = backend._compute_flashmla_metadata(cache_seqlens=lengths, seq_len_q=1)
+        own = kept[tokens.start] = _WindowMetadata(metadata, lengths, schedule)
+    return {"metadata": own}
