@@ -265,7 +265,7 @@ class HiSparsePool(HiSparseDSATokenToKVPool):
     def reads_windows(self) -> bool:
         """Whether attention of the forward that runs now reads the scratch in several windows."""
         stream = self._running_stream()
-        return stream is not None and len(stream.windows) > 1
+        return stream is not None and bool(stream.windows)
 
     def window_rows(self, window: int, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(buffer [num_rows, 1, dim], its rows int32 of ids' shape) of a window of the layer that attention has asked for."""

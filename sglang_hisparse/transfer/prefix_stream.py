@@ -210,7 +210,6 @@ class PrefixStream:
         if self._on_gpu:
             extend.times = _Times(_timed_event(), _timed_event())
             extend.times.begun.record()
-        self._let_fetch()
         for number in range(2):
             self._fetch(number)
 
@@ -255,7 +254,6 @@ class PrefixStream:
         extend.layer = layer
         if len(extend.windows) == 1:
             if layer:
-                self._let_fetch()
                 self._fetch(layer + 1)
             self._stage_next()
         return self.scratch[layer % 2]
@@ -275,7 +273,6 @@ class PrefixStream:
 
     def leave(self) -> None:
         """Attention of the window entered last has been launched: its half is fetched into behind it."""
-        self._let_fetch()
         self._fetch(self._extend.staged + 2)
 
     def _stage_next(self) -> None:
@@ -337,12 +334,13 @@ class PrefixStream:
             self._side.wait_event(self._free)
 
     def _fetch(self, number: int) -> None:
-        """Host pages of a window, where there is such a window."""
+        """Host pages of a window, where there is such a window, behind everything launched so far."""
         extend = self._extend
         layer, window = divmod(number, len(extend.windows))
         pages = extend.windows[window]
         if number > self._last(extend) or pages is None or pages.union or not pages.num_host:
             return
+        self._let_fetch()
         self._counts["host_bytes"] += pages.num_host * self.page_bytes
         if not self._on_gpu:
             self._copy(number, layer, self._host_bases, pages.host_pages, pages.host_targets)
