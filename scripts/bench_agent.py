@@ -25,14 +25,14 @@ import sys
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from serving import agent, agent_restart
 from serving.agent import Conversation, Shape, Turn
 from serving.client import random_prompts, send
 from serving.fidelity import growth
-from serving.fleet import Member, Pool, dry_run, fleet, hisparse_pool, member, plain_pool
+from serving.fleet import Member, Pool, dry_run, fleet, hisparse_pool, member, plain_pool, with_options
 from serving.results import AGENT_IDENTITY, AGENT_KEYS, add_rows, current_commit, read_document, versions, write_json
 from serving.server import Paths, Server, ServerError, ServerSpec, add_place_arguments
 
@@ -141,11 +141,7 @@ def members_of(args: argparse.Namespace, pools: Mapping[str, Pool]) -> dict[str,
             share = pools["ours"].logical_tokens / args.plain_tokens
             hicache = ("--enable-hierarchical-cache", "--hicache-ratio", f"{share:.4f}")
             spec = ServerSpec(spec.name, extra_args=(*hicache, *shlex.split(args.hicache_args)))
-        spec = replace(
-            spec,
-            config=args.config | spec.config if spec.plugin else spec.config,
-            extra_args=(*spec.extra_args, "--stream-interval", str(args.stream_interval)),
-        )
+        spec = with_options(spec, args.config, args.stream_interval)
         members[system] = member(spec, pools[system], ratio=args.ratio, max_running=args.max_running,
                                  kv_dtype=args.kv_dtype, name=f"agent-{system}")  # fmt: skip
     return members

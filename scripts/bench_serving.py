@@ -34,12 +34,12 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from serving.client import Reply, Timing, random_prompts, send, summarise
 from serving.fidelity import growth, settled_counters
-from serving.fleet import Member, Pool, dry_run, fleet, hisparse_pool, member, plain_pool
+from serving.fleet import Member, Pool, dry_run, fleet, hisparse_pool, member, plain_pool, with_options
 from serving.results import SERVING_IDENTITY, SERVING_KEYS, current_commit, read_document, update, versions
 from serving.server import Paths, Server, ServerError, ServerSpec, add_place_arguments
 
@@ -149,18 +149,11 @@ def groups(args: argparse.Namespace, contexts: Sequence[int]) -> list[list[int]]
     return [list(contexts[first : first + size]) for first in range(0, len(contexts), size)]
 
 
-def spec_of(args: argparse.Namespace, system: str) -> ServerSpec:
-    """A system with the options of the call; --config is for ours, whose own keys come before it."""
-    spec = SYSTEMS[system]
-    config = args.config | spec.config if spec.plugin else spec.config
-    return replace(spec, config=config, extra_args=("--stream-interval", str(args.stream_interval)))
-
-
 def members_of(args: argparse.Namespace, contexts: Sequence[int]) -> dict[str, Member]:
     """The servers of some contexts, by "system@context"."""
     return {
         f"{system}@{context}": member(
-            spec_of(args, system),
+            with_options(SYSTEMS[system], args.config, args.stream_interval),
             pool_of(args, system, context),
             ratio=args.ratio,
             max_running=64,

@@ -85,6 +85,15 @@ def member(
     return Member(dataclasses.replace(spec, name=name), limits)
 
 
+def with_options(spec: ServerSpec, config: dict[str, Any], stream_interval: int) -> ServerSpec:
+    """A system with the options of a call: tokens of an event for every system; further config keys for ours, whose own come first."""
+    return dataclasses.replace(
+        spec,
+        config=config | spec.config if spec.plugin else spec.config,
+        extra_args=(*spec.extra_args, "--stream-interval", str(stream_interval)),
+    )
+
+
 def ports(members: Mapping[str, Member], first: int) -> dict[str, int]:
     """A port for every member, ten apart."""
     return {key: first + 10 * place for place, key in enumerate(members)}
