@@ -10,8 +10,8 @@ evicting the tree), and a second one counts device pages, in the two forms that 
 A request is admitted while the sum over all requests, with itself as being prefilled, fits the device. Spilling can always
 reach that sum, so nothing admitted here can fail to get its pages (I7), and one request alone always fits (I8). A batch with a
 streamed prefill has room for all its pages in the scratch, unless attention reads it in windows.
-All methods are pure: the pass may be dropped (R17). Last of all the admission gate is asked (admission.py), which only counts
-its refusals.
+The pass may be dropped (R17): nothing outside it changes but what allocation is told a candidate was charged, which the next pass
+forgets. Last of all the admission gate is asked (admission.py), which only counts its refusals.
 """
 
 from __future__ import annotations
