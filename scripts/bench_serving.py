@@ -12,12 +12,14 @@ results in serving_h200.json. --equal bytes: KV rows and index keys together tak
 results in serving_equal_memory_h200.json, where pool_tokens is the pool of plain SGLang.
 
 ours_elastic is ours with elastic_border: it begins with the device tokens of plain SGLang, and has as many logical tokens as
-ours; only with --equal bytes. ours_audit checks rows while it runs; ours_latency admits without a look at the throughput; ours_top_k
-selects in decode steps by plain SGLang's kernel.
+ours; only with --equal bytes. ours_audit checks rows while it runs; ours_latency admits without a look at the throughput;
+ours_unfused selects in decode steps as SGLang does under HiSparse, and not by plain SGLang's kernel.
 --output and --stream-interval: with 256 tokens prefill takes most of the time of a long prompt; longer outputs show decode; one
 event a token makes the HTTP stream the bottleneck of small models. A result file holds rows of one stream interval
-(`stream_interval`; a file without it: 1) and of one --config (`config`); a call with another one ends before it starts a server,
-unless --base names a file that does not exist.
+(`stream_interval`; a file without it: 1), of one --config (`config`) and one --link-load (`link_load`); a call with another one
+ends before it starts a server, unless --base names a file that does not exist.
+--link-load N: while it is measured, N processes copy host memory to the GPU without a pause, begun after the servers have timed
+their link; `link_load_gb_s` is what they took.
 
 Columns, of one run: output_tok_s from the first sending to the last token; decode_tok_s, tokens that arrive after a wave's last
 first token over the time after it (an event's tokens count when it arrives); ttft_s and itl_ms, means over the requests;
@@ -33,13 +35,15 @@ import pathlib
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from serving.client import Reply, Timing, random_prompts, send, summarise
 from serving.fidelity import growth, settled_counters
 from serving.fleet import Member, Pool, dry_run, fleet, hisparse_pool, member, plain_pool, with_options
+from serving.link_load import link_load
 from serving.results import SERVING_IDENTITY, SERVING_KEYS, current_commit, read_document, update, versions
 from serving.server import Paths, Server, ServerError, ServerSpec, add_place_arguments
 
@@ -50,7 +54,7 @@ SYSTEMS = {
     "ours": ServerSpec("bench-ours", hisparse=True, plugin=True),
     "ours_elastic": ServerSpec("bench-elastic", hisparse=True, plugin=True, config={"elastic_border": True}),
     "ours_audit": ServerSpec("bench-audit", hisparse=True, plugin=True, env={"SGLANG_HISPARSE_AUDIT": "1"}),
-    "ours_top_k": ServerSpec("bench-top-k", hisparse=True, plugin=True, env={"SGLANG_HISPARSE_FUSED_TOP_K": "1"}),
+    "ours_unfused": ServerSpec("bench-unfused", hisparse=True, plugin=True, env={"SGLANG_HISPARSE_FUSED_TOP_K": "0"}),
     "ours_latency": ServerSpec("bench-latency", hisparse=True, plugin=True, config={"admission": "latency"}),
 }
 DEFAULT_SYSTEMS = ["plain", "builtin", "ours"]
@@ -77,6 +81,7 @@ class Run:
     ends: float
     failures: list[str] = field(default_factory=list)
     counters: dict[str, dict[str, int]] = field(default_factory=dict)
+    link_gb_s: list[list[float]] = field(default_factory=list)
 
     @property
     def path(self) -> pathlib.Path:
@@ -100,17 +105,26 @@ class Run:
     def check_base(self) -> None:
         """Raises ValueError when rows of another stream interval or config would be carried over."""
         document = read_document(self.base)
-        for option, otherwise, mine in (("stream_interval", 1, self.args.stream_interval), ("config", {}, self.args.config)):
-            known = document.get(option, otherwise)
+        for option, otherwise in (("stream_interval", 1), ("config", {}), ("link_load", 0)):
+            known, mine = document.get(option, otherwise), getattr(self.args, option)
             if self.base.exists() and known != mine:
                 raise ValueError(f"{self.base} has rows of --{option.replace('_', '-')} {known}, this call has {mine}; "
                                  "another --out, and a --base that does not exist, begin a file of its own")  # fmt: skip
+
+    @contextmanager
+    def loaded(self) -> Iterator[None]:
+        """The link as the call wants it; what was taken from it is in the result file then. Raises ValueError."""
+        with link_load(self.args.link_load) as taken:
+            yield
+        if taken and self.path.exists():
+            self.link_gb_s.append(taken)
+            update(self.path, self.path, [], SERVING_KEYS, SERVING_IDENTITY, {"link_load_gb_s": self.link_gb_s})
 
     def write(self, runs: Sequence[dict[str, Any]]) -> None:
         """Set the row of a point to its median run, and what follows from all rows."""
         args, row = self.args, median_run(runs)
         head = {"commit": args.commit, "versions": versions(args.site), "command": args.command}
-        head |= {"stream_interval": args.stream_interval, "config": args.config}
+        head |= {"stream_interval": args.stream_interval, "config": args.config, "link_load": args.link_load}
         update(self.path, self.base, [row], SERVING_KEYS, SERVING_IDENTITY, head)
         known = read_document(self.path)
         tail: dict[str, Any] = {"ratios": ratios(known["rows"])}
@@ -229,6 +243,20 @@ def ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return entries
 
 
+def warm_up(run: Run, servers: dict[str, Server], contexts: Sequence[int]) -> None:
+    """The longest prefill chunk and the batch sizes compile or warm up before the clock runs."""
+    for context, system in itertools.product(contexts, run.args.systems):
+        key = f"{system}@{context}"
+        if key not in servers:
+            run.miss(f"[{key}] did not start")
+            continue
+        server = servers[key]
+        send(server.url, random_prompts(-1, [context] * 2), 16, 2, run.args.request_timeout)
+        server.flush()
+        server.freeze_gc()
+        run.counters[key] = settled_counters(server)
+
+
 def measure_group(
     run: Run, servers: dict[str, Server], grid: dict[int, list[tuple[int, int]]], contexts: Sequence[int]
 ) -> None:
@@ -236,15 +264,6 @@ def measure_group(
     args = run.args
     for context in contexts:
         here = {system: servers.get(f"{system}@{context}") for system in args.systems}
-        for system, server in here.items():
-            if server is None:
-                run.miss(f"[{system}@{context}] did not start")
-                continue
-            # The longest prefill chunk and the batch sizes compile or warm up before the clock runs.
-            send(server.url, random_prompts(-1, [context] * 2), 16, 2, args.request_timeout)
-            server.flush()
-            server.freeze_gc()
-            run.counters[f"{system}@{context}"] = settled_counters(server)
         for concurrency, output in grid[context]:
             load = Load(concurrency, args.waves if concurrency == 1 else 1, context, output)
             runs: dict[str, list[dict[str, Any]]] = {}
@@ -311,6 +330,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--stream-interval", type=int, default=1, help="tokens of an event, for every system")
     parser.add_argument("--repeats", type=int, default=1, help="runs of every point; the row is the median run")
     parser.add_argument("--config", type=json.loads, default={}, help="further keys of the config of ours, as JSON")
+    parser.add_argument("--link-load", type=int, default=0, help="processes that copy to the GPU meanwhile")
     parser.add_argument("--waves", type=int, default=4, help="how often a single stream is repeated")
     parser.add_argument("--equal", choices=list(FILES), default="tokens", help="what is equal between the systems")
     parser.add_argument("--ratio", type=int, default=6, help="logical tokens per device token of the HiSparse systems")
@@ -362,7 +382,9 @@ def main(argv: list[str] | None = None) -> int:
             continue
         try:
             with fleet(members, paths, args.port, min(args.start_timeout, run.left_s())) as servers:
-                measure_group(run, servers, grid, contexts)
+                warm_up(run, servers, contexts)
+                with run.loaded():
+                    measure_group(run, servers, grid, contexts)
         except (ServerError, ValueError) as error:
             run.miss(f"contexts {contexts} FAILED: {error}")
     for what in run.failures:

@@ -45,10 +45,6 @@ SPECS = {
         "pressure", hisparse=True, plugin=True, config={"watermark_low": 0.3, "watermark_high": 0.5}, env=AUDIT
     ),
     "elastic": ServerSpec("elastic", hisparse=True, plugin=True, config={"elastic_border": True}, env=AUDIT),
-    "topk": ServerSpec(
-        "topk", hisparse=True, plugin=True, config={"watermark_low": 0.3, "watermark_high": 0.5},
-        env=AUDIT | {"SGLANG_HISPARSE_FUSED_TOP_K": "1"},
-    ),
     "noradix": ServerSpec("noradix", hisparse=True, plugin=True, radix=False, env=AUDIT),
     "fault": ServerSpec(
         "fault", hisparse=True, plugin=True, config={"residency": "always_host"},
@@ -210,12 +206,6 @@ def run_pressure(run: Run) -> None:
         _against_plain(run, server, "forced spills", 2, 0)
 
 
-def run_topk(run: Run) -> None:
-    """The same with another kernel for the top-k of decode steps."""
-    with run.server("topk") as server:
-        _against_plain(run, server, "forced spills, fused top-k", 2, 0)
-
-
 def run_elastic(run: Run) -> None:
     """Memory moves from KV to index-K as the prompts fill the cache, under captured graphs and host copies."""
     with run.server("elastic") as server:
@@ -256,7 +246,6 @@ PHASES: dict[str, tuple[Callable[[Run], None], int]] = {
     "ours": (run_ours, 210),
     "host": (run_host, 210),
     "pressure": (run_pressure, 170),
-    "topk": (run_topk, 170),
     "elastic": (run_elastic, 230),
     "noradix": (run_noradix, 130),
     "fault": (run_fault, 120),

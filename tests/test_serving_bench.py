@@ -3,9 +3,13 @@
 import itertools
 import json
 import pathlib
+import subprocess
 import sys
+import time
+from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("aiohttp", reason="aiohttp is not installed")
 
@@ -13,7 +17,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "scripts"))
 
 import bench_serving
 from fake_sglang import free_port, install
-from serving import client, fidelity, fleet, results, server
+from serving import client, fidelity, fleet, link_load, results, server
 
 
 @pytest.fixture
@@ -59,7 +63,7 @@ def test_benchmark_end_to_end_on_a_fake_server(fake_paths: server.Paths, tmp_pat
     assert logs == ["gc frozen after 2 requests\n"] * 3, "after the two prompts that warm each of them"
     assert _bench(fake_paths, out, "--systems", "ours") == 0
     document = json.loads((out / "serving_h200.json").read_text())
-    head = ["commit", "versions", "command", "stream_interval", "config", "ratios", "repeats"]
+    head = ["commit", "versions", "command", "stream_interval", "config", "link_load", "ratios", "repeats"]
     assert [key for key in document if key != "rows"] == head and document["repeats"] == []
     assert len(document["rows"]) == 6 and all(tuple(row) == results.SERVING_KEYS for row in document["rows"])
     assert {row["system"] for row in document["rows"]} == {"plain", "builtin", "ours"}
@@ -109,6 +113,59 @@ def test_repeats_take_turns_and_leave_the_median_run(
     assert _bench(fake_paths, tmp_path, *arguments, "1", "--stream-interval", "4", "--output", "8") == 0
     repeats = json.loads((tmp_path / "serving_h200.json").read_text())["repeats"]
     assert [one["output"] for one in repeats] == [9, 9]
+
+
+FAKE_LOAD = """
+import signal
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+print("copying", flush=True)
+signal.sigwait({signal.SIGTERM})
+print('{"seconds": 1.0, "gb_s": 12.5}')
+"""
+
+
+def test_a_loaded_link(fake_paths: server.Paths, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: copies run while points are measured, end with them, and their file is of its own. Method: processes that copy nothing."""
+    seen: list[int] = []
+    processes: list[subprocess.Popen[str]] = []
+    popen = link_load.subprocess.Popen
+
+    def started(*args: Any, **options: Any) -> subprocess.Popen[str]:
+        process = popen(*args, **options)
+        processes.append(process)
+        return process
+
+    def measure(*given: object) -> tuple[client.Timing, dict[str, int]]:
+        seen.append(sum("load.py" in str(process.args) and process.poll() is None for process in processes))
+        return client.Timing(1.0, 1.0, 1.0, 1.0), {"pages_spilled": 0, "rows_fetched": 0}
+
+    (tmp_path / "load.py").write_text(FAKE_LOAD)
+    monkeypatch.setattr(link_load, "__file__", str(tmp_path / "load.py"))
+    monkeypatch.setattr(link_load.subprocess, "Popen", started)
+    monkeypatch.setattr(bench_serving, "measure", measure)
+    arguments = ("--systems", "plain", "--output", "8", "--concurrency", "1", "--link-load")
+    assert _bench(fake_paths, tmp_path, *arguments, "2") == 0
+    loads = [process for process in processes if "load.py" in str(process.args)]
+    assert seen == [2] and len(loads) == 2 and all(process.returncode == 0 for process in loads)
+    document = json.loads((tmp_path / "serving_h200.json").read_text())
+    assert document["link_load"] == 2 and document["link_load_gb_s"] == [[12.5, 12.5]]
+    assert _bench(fake_paths, tmp_path, *arguments, "0") == 2
+
+
+def test_a_load_that_does_not_copy_is_told() -> None:
+    """Goal: no figure of a slow link that was not. Method: a process without a GPU."""
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU to copy to")
+    with pytest.raises(ValueError, match="did not begin to copy"), link_load.link_load(1):
+        raise AssertionError("it began")
+
+
+@pytest.mark.gpu
+def test_the_load_takes_the_link() -> None:
+    """Goal: it is a load. Method: a second of copies; PCIe 4 x16 already carries 20 GB/s."""
+    with link_load.link_load(1) as taken:
+        time.sleep(1.0)
+    assert taken[0] > 10.0
 
 
 def test_a_point_may_have_its_own_output(tmp_path: pathlib.Path) -> None:

@@ -1,4 +1,4 @@
-"""Top-k of a decode step by the kernel that SGLang uses without HiSparse. Experimental, off: no GPU has run it here yet.
+"""Top-k of a decode step by the kernel that SGLang uses without HiSparse.
 
 SGLang wants positions from the indexer of a decode step under HiSparse, and its fused top-k gives slots, so it falls back to an
 unfused kernel with one block a row, whose time grows with the context. The fused one spreads long rows over clusters. With a page
@@ -26,8 +26,8 @@ class DecodeTopK:
 
     @classmethod
     def from_env(cls, num_pages: int, device: torch.device) -> DecodeTopK | None:
-        """None unless the variable is 1; then of `num_pages` pages, as many as the longest request has."""
-        return cls(num_pages, device) if os.environ.get(TOP_K_VARIABLE) == "1" else None
+        """Of `num_pages` pages, as many as the longest request has; None where the variable is 0."""
+        return None if os.environ.get(TOP_K_VARIABLE) == "0" else cls(num_pages, device)
 
     def select(self, metadata: Any, logits: torch.Tensor, top_k: int) -> torch.Tensor | None:
         """Positions int32 [rows, top_k] of the highest of logits float32 [rows, columns], in no order, -1 behind those of a row that

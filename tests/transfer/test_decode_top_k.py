@@ -89,15 +89,15 @@ def test_otherwise_sglang_chooses(change: dict[str, Any]) -> None:
         assert kernel.select(whole, torch.rand(2, 3008), K) is None
 
 
-def test_it_is_off_unless_asked_for_and_in_decode_steps_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Goal: nothing changes by default. Method: the metadata that the indexer sees, through the hook."""
+def test_it_is_on_in_decode_steps_only_unless_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: what the variable says. Method: the metadata that the indexer sees, through the hook."""
     seen: list[Any] = []
 
     def indexer(self: Any, batch: Any, layer: int, q: Any, weights: Any, metadata: Any) -> None:
         seen.append(type(metadata))
 
     given = metadata_of(torch.tensor([10], dtype=torch.int32))
-    for value in ("", "1"):
+    for value in ("0", "1"):
         monkeypatch.setenv(TOP_K_VARIABLE, value)
         with make_world(Sizes()) as world:
             for mode in (ForwardMode.DECODE, ForwardMode.EXTEND):

@@ -12,7 +12,12 @@ import pytest
 import torch
 from runtime_world import PAGE, Client, Sizes, World, make_world
 
+pytest.importorskip("sglang", reason="sglang is not installed")
+
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
 from sglang_hisparse import hooks
+from sglang_hisparse.transfer.decode_top_k import TOP_K_VARIABLE
 from sglang_hisparse.transfer.index_scores import IndexScores
 
 K = 64
@@ -22,6 +27,8 @@ class Metadata:
     """SGLang's indexer metadata: what the indexer asks for, and the top-k itself."""
 
     paged_mqa_schedule_metadata = "a schedule"
+    attn_metadata = SimpleNamespace(topk_v2_plan=None)
+    topk_backend = SimpleNamespace(should_use_topk_v2=lambda: False)  # the fused kernel does not apply
 
     def get_seqlens_int32(self) -> str:
         return "lengths"
@@ -47,7 +54,7 @@ def indexer(seen: list[Any], scores: torch.Tensor) -> Any:
 
 def select(world: World, layer: int, scores: torch.Tensor, seen: list[Any] | None = None) -> torch.Tensor:
     """One layer's top-k through the hook."""
-    batch = SimpleNamespace(hisparse_coordinator=world.runtime)
+    batch = SimpleNamespace(hisparse_coordinator=world.runtime, forward_mode=ForwardMode.DECODE)
     original = indexer([] if seen is None else seen, scores)
     return hooks.around_topk_paged(original, None, batch, layer, None, None, Metadata())
 
@@ -124,8 +131,9 @@ def test_scores_of_another_kind_are_left_alone(scores: torch.Tensor, caplog: pyt
     assert len(caplog.records) == 1 and "evicts by age" in caplog.text
 
 
-def test_without_the_option_the_indexer_sees_what_sglang_gave_it() -> None:
-    """Goal: nothing changes by default, nor for anything that is not ours. Method: the metadata's identity."""
+def test_without_the_option_the_indexer_sees_what_sglang_gave_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: scores are not looked at by default, and nothing changes for what is not ours. Method: the metadata's identity."""
+    monkeypatch.setenv(TOP_K_VARIABLE, "0")
     with make_world(Sizes()) as world:
         assert world.runtime.hot.scores is None and world.runtime.hot.state[0].slot_pages is None
         seen: list[Any] = []
