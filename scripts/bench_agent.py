@@ -309,7 +309,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--kv-dtype", default="bfloat16", choices=["bfloat16", "fp8_e4m3"])
     parser.add_argument("--max-running", type=int, default=32)
     parser.add_argument("--stream-interval", type=int, default=1, help="tokens of an event, for every system")
-    parser.add_argument("--config", type=json.loads, default={}, help="further keys of the config of ours, as JSON")
+    parser.add_argument("--config", type=json.loads, default={},
+                        help="further keys of the config of ours, as JSON; SGLang's own HiSparse gets those that it knows")  # fmt: skip
     parser.add_argument("--think", type=float, default=0.0, help="seconds between turns")
     parser.add_argument("--identity", type=lambda text: tuple(_numbers(text)), default=(6, 4),
                         help="conversations,turns of the comparison with plain, one request at a time; 0,0 for none")  # fmt: skip

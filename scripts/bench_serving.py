@@ -329,7 +329,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", type=numbers, default=[256], help="tokens to generate, comma-separated")
     parser.add_argument("--stream-interval", type=int, default=1, help="tokens of an event, for every system")
     parser.add_argument("--repeats", type=int, default=1, help="runs of every point; the row is the median run")
-    parser.add_argument("--config", type=json.loads, default={}, help="further keys of the config of ours, as JSON")
+    parser.add_argument("--config", type=json.loads, default={},
+                        help="further keys of the config of ours, as JSON; SGLang's own HiSparse gets those that it knows")  # fmt: skip
     parser.add_argument("--link-load", type=int, default=0, help="processes that copy to the GPU meanwhile")
     parser.add_argument("--waves", type=int, default=4, help="how often a single stream is repeated")
     parser.add_argument("--equal", choices=list(FILES), default="tokens", help="what is equal between the systems")

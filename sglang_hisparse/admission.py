@@ -97,8 +97,11 @@ class StepFigures:
 class Link(Protocol):
     """What is fetched, as far as the model needs it. All without waiting for the device."""
 
-    bytes_per_second: float
     request_bytes: float  #: of one step of a request whose pages are all on the host, by the published miss rate
+
+    def look(self) -> float:
+        """Bytes per second that the link gives now. Called once a round, on the forward stream."""
+        ...
 
     def fetched(self) -> tuple[int, float]:
         """(n, bytes that the first n decode steps since start have fetched), n a little behind the steps launched."""
@@ -129,17 +132,18 @@ class StepModel:
         return self._figures()
 
     def _take_fetches(self, pool: Pool) -> None:
+        bytes_per_second = self._link.look()
         step, total = self._link.fetched()
         (step_before, total_before), host_pages = self._fetched_before, (self._pages_before + pool.host_pages) / 2
         # A round without a host-only page teaches nothing, and what was learnt before it still holds.
         if step > step_before and host_pages:
-            seconds = (total - total_before) / (step - step_before) / self._link.bytes_per_second
+            seconds = (total - total_before) / (step - step_before) / bytes_per_second
             self._fetch_seconds = DECAY * self._fetch_seconds + seconds
             self._fetch_pages = DECAY * self._fetch_pages + host_pages
         self._fetched_before, self._pages_before = (step, total), pool.host_pages
         # One request at the published miss rate stands beside what was measured: it decides as long as nothing was.
         pages = max(pool.demand_pages / max(pool.num_running, 1), 1.0)
-        prior = self._link.request_bytes / self._link.bytes_per_second
+        prior = self._link.request_bytes / bytes_per_second
         self._page_seconds = (self._fetch_seconds + prior) / (self._fetch_pages + pages)
 
     def _take_spacings(self, pool: Pool) -> None:

@@ -1,14 +1,16 @@
 """What the admission gate sees of a running server: the books, the link, the other ranks.
 
 Called by the runtime once, when the scheduler is built and no request exists: `gate_for` times the link by copying free pages,
-the only wait for the device. Afterwards it reads CPU books and counts that the device has copied earlier. The gate itself
-(admission.py) knows neither torch nor SGLang.
+the only wait for the device. Afterwards it reads CPU books, counts that the device has copied earlier, and events that have
+passed. The gate itself (admission.py) knows neither torch nor SGLang.
 """
 
 from __future__ import annotations
 
 import logging
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING
@@ -32,6 +34,9 @@ logger = logging.getLogger(__name__)
 
 _HOST = int(PageState.HOST)
 _TRIAL_BYTES = 64 << 20
+_PROBE_PAGES, _PROBE_PAGE_BYTES = 16, 64 << 10  # two copies of some 21 us, once every ROUND_STEPS decode steps
+_PROBES = 5  # rounds whose median counts
+_HIGHEST = 1.5  # no probe makes the link faster than so many times its trial
 
 
 def pool_of(residency: ResidencyCoordinator) -> Pool:
@@ -48,13 +53,70 @@ def pool_of(residency: ResidencyCoordinator) -> Pool:
     )
 
 
-class HotLink:
-    """The link as the resolver uses it: its speed by a trial, its bytes by the device's own counts (admission.Link)."""
+class LinkProbe:
+    """How fast the link is by now: others may use it too, or the memory behind it.
 
-    def __init__(self, runtime: HiSparseRuntime, bytes_per_second: float) -> None:
+    A small copy on the forward stream, while no resolver uses the link, between two events that are asked about a round later.
+    Its time against that of the same copy at start, when the trial gave `bytes_per_second`, is what counts, so
+    that its launch and its latency do not. The constructor waits for the device; nobody may use the link then.
+    """
+
+    def __init__(self, device: torch.device, bytes_per_second: float) -> None:
+        num_bytes = _PROBE_PAGES * _PROBE_PAGE_BYTES
+        self._host = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._device = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self._bases = [torch.tensor([held.data_ptr()], dtype=torch.int64, device=device) for held in (self._host, self._device)]
+        self._pages = torch.arange(_PROBE_PAGES, dtype=torch.int32, device=device)
+        self._under_way: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._milliseconds: deque[float] = deque(maxlen=_PROBES)
+        for _ in range(1 + _PROBES):  # the first warms up and falls out
+            self.begin()
+        torch.cuda.synchronize(device)
+        self._take()
+        self._trial = bytes_per_second * statistics.median(self._milliseconds)
+
+    def begin(self) -> None:
+        """One probe more, on the current stream. While its first copy runs, the second and its events are launched, so that the
+        device does not wait for them between the events."""
+        events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        for event in events:
+            self._copy()
+            event.record()
+        self._under_way.append(events)
+
+    def _copy(self) -> None:
+        copy_pages(
+            direction=Direction.TO_DEVICE,
+            host_bases=self._bases[0],
+            device_bases=self._bases[1],
+            host_pages=self._pages,
+            device_pages=self._pages,
+            page_bytes=_PROBE_PAGE_BYTES,
+        )
+
+    def _take(self) -> None:
+        while self._under_way and self._under_way[0][1].query():
+            started, ended = self._under_way.popleft()
+            self._milliseconds.append(started.elapsed_time(ended))
+
+    def bytes_per_second(self) -> float:
+        """As the median of the last copies that have passed says."""
+        self._take()
+        return self._trial / max(statistics.median(self._milliseconds), 1e-6)
+
+
+class HotLink:
+    """The link as the resolver uses it: its speed by a trial and by probes, its bytes by the device's own counts (admission.Link)."""
+
+    def __init__(self, runtime: HiSparseRuntime, bytes_per_second: float, probe: LinkProbe) -> None:
         self._hot = hot = runtime.hot
-        self.bytes_per_second = bytes_per_second
+        self._trial, self._probe = bytes_per_second, probe
         self.request_bytes = PRIOR_MISSES * runtime.top_k * hot.row_bytes * runtime.pool.layer_num
+
+    def look(self) -> float:
+        speed = min(self._probe.bytes_per_second(), _HIGHEST * self._trial)
+        self._probe.begin()
+        return speed
 
     def fetched(self) -> tuple[int, float]:
         counts = self._hot.latest_counts()
@@ -122,7 +184,7 @@ def gate_for(runtime: HiSparseRuntime) -> AdmissionGate | None:
     speed = time_link(runtime)
     model = None
     if is_first(runtime.tp_group):
-        model = StepModel(HotLink(runtime, speed))
+        model = StepModel(HotLink(runtime, speed, LinkProbe(runtime.worker.device, speed)))
         logger.info("HiSparse admission: the link to the host tier gives %.1f GB/s", speed / 1e9)
     misses, share = misses_of(runtime), share_of(runtime.tp_group)
     return AdmissionGate(

@@ -26,15 +26,19 @@ LAG = 10
 
 @dataclass
 class FakeLink:
-    """Tells, like the device's counts, what had been fetched some steps ago."""
+    """Tells, like the device's counts, what had been fetched some steps ago. told: what a probe finds, if it is not the truth."""
 
     bytes_per_second: float = 50e9
+    told: float | None = None
     request_bytes: float = 2.6e6
     totals: list[float] = field(default_factory=lambda: [0.0])
 
     def step(self, fetched_bytes: float) -> None:
         """One decode step more."""
         self.totals.append(self.totals[-1] + fetched_bytes)
+
+    def look(self) -> float:
+        return self.told or self.bytes_per_second
 
     def fetched(self) -> tuple[int, float]:
         step = max(len(self.totals) - 1 - LAG, 0)
@@ -64,6 +68,11 @@ class Server:
         self.clock, self.link = Clock(), FakeLink()
         self.left: list[int] = []  # tokens that each running request still has to decode
         self.gate = AdmissionGate(self.books, StepModel(self.link), lambda figures: figures, self.clock)
+
+    def slow_down(self, times: float) -> None:
+        """Others begin to use the link: the same bytes take so many times as long."""
+        self.page_seconds *= times
+        self.link.bytes_per_second /= times
 
     def books(self) -> Pool:
         demand, smallest = self.pages * len(self.left), 64 + 3

@@ -101,7 +101,7 @@ def a_gate_measured_on_one_rank(rank: int, port: int, trace: Trace, *, shared: b
             now[0] += float(random.uniform(0.0005, 0.02 * (1 + 20 * rank)))
             return now[0]
 
-        model = StepModel(HotLink(runtime, 2e7)) if is_first(group) or not shared else None
+        model = StepModel(HotLink(runtime, 2e7, SimpleNamespace(begin=lambda: None, bytes_per_second=lambda: 2e7))) if is_first(group) or not shared else None
         share = share_of(group) if shared else lambda figures: figures
         if not shared:
             admission_view.is_first, admission_view.share_of = lambda _: True, lambda *_: share

@@ -181,7 +181,7 @@ def test_a_point_may_have_its_own_output(tmp_path: pathlib.Path) -> None:
 
 
 def test_variants_of_ours_are_compared_with_ours_alone(tmp_path: pathlib.Path) -> None:
-    """Goal: the ratio says nothing of variants; --config is for ours only. Method: rows and members by hand."""
+    """Goal: the ratio says nothing of variants; --config is for ours, and what SGLang's own knows of it for that too. Method: rows and members by hand."""
     row = {"model": "m", "dtype": "d", "context": 8, "output": 1, "concurrency": 1, "pool_tokens": 9}
     speeds = {"plain": 10.0, "ours": 12.0, "ours_audit": 30.0, "ours_latency": 40.0, "ours_elastic": 50.0}
     found = bench_serving.ratios([row | {"system": system, "output_tok_s": speed} for system, speed in speeds.items()])
@@ -194,7 +194,7 @@ def test_variants_of_ours_are_compared_with_ours_alone(tmp_path: pathlib.Path) -
         "--config", '{"device_buffer_size": 2048, "admission": "throughput"}', "--equal", "bytes",
     ])  # fmt: skip
     specs = {key.split("@")[0]: one.spec for key, one in bench_serving.members_of(args, [16_000]).items()}
-    assert specs["builtin"].config == {"host_to_device_ratio": 6}
+    assert specs["builtin"].config == {"host_to_device_ratio": 6, "device_buffer_size": 2048}
     ours = specs["builtin"].config | args.config
     assert specs["ours"].config == specs["ours_audit"].config == ours and specs["ours_latency"].config == ours | {"admission": "latency"}
     assert specs["ours_audit"].env == {"SGLANG_HISPARSE_AUDIT": "1"} and not specs["ours"].env

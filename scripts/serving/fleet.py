@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from serving.server import Limits, Paths, Server, ServerError, ServerSpec, command_line
+from serving.server import HISPARSE_CONFIG, Limits, Paths, Server, ServerError, ServerSpec, command_line
 
 # Bytes of one token and layer: a KV row by cache dtype, and a row of index keys, which only DSA layers have.
 ROW_BYTES = {"bfloat16": 1152, "fp8_e4m3": 656}
@@ -86,10 +86,12 @@ def member(
 
 
 def with_options(spec: ServerSpec, config: dict[str, Any], stream_interval: int) -> ServerSpec:
-    """A system with the options of a call: tokens of an event for every system; further config keys for ours, whose own come first."""
+    """A system with the options of a call: tokens of an event for every system; further config keys for ours, and those that
+    SGLang's own HiSparse knows for that too. The system's own keys come first."""
+    known = {key: value for key, value in config.items() if spec.plugin or (spec.hisparse and key in HISPARSE_CONFIG)}
     return dataclasses.replace(
         spec,
-        config=config | spec.config if spec.plugin else spec.config,
+        config=known | spec.config,
         extra_args=(*spec.extra_args, "--stream-interval", str(stream_interval)),
     )
 

@@ -221,7 +221,13 @@ def test_a_half_is_not_fetched_into_under_its_reader(monkeypatch: pytest.MonkeyP
     with make_world(Sizes(device_pages=40, ratio=4.0, layers=6, context_pages=40), device="cuda", chunk=CHUNK, **config) as world:
         extends = world.runtime.extends
         extends.rule = replace(extends.rule, has_windows=True)
-        monkeypatch.setattr(extends.stream, "_let_fetch", lambda: None)
+        wait = extends.stream._let_fetch
+
+        def early() -> None:
+            if not extends.stream._extend.spans or extends.stream._extend.staged < 0:  # page lists must have arrived all the same
+                wait()
+
+        monkeypatch.setattr(extends.stream, "_let_fetch", early)
         attention, _ = turns_in_windows(world, "forward", monkeypatch)
         assert attention.num_wrong() > 0
 

@@ -415,6 +415,7 @@ def test_the_gate_ends_the_rounds_of_the_misses(monkeypatch: pytest.MonkeyPatch)
     with make_world(admission="throughput") as world:
         rows, steps, on_host = np.zeros((len(world.residency.book.lives), 5), dtype=np.int64), iter((32, 64, 96, 128)), [1]
         monkeypatch.setattr(admission_view, "time_link", lambda _: 1e9)
+        monkeypatch.setattr(admission_view, "LinkProbe", lambda device, speed: SimpleNamespace(begin=lambda: None, bytes_per_second=lambda: speed))
         monkeypatch.setattr(admission_view, "pool_of", lambda _: pool(host_pages=on_host[0]))
         with monkeypatch.context() as patch:
             patch.setattr(world.runtime.worker, "device", SimpleNamespace(type="cuda"))
