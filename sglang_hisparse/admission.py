@@ -40,7 +40,11 @@ GROWTH = 2.0
 """Figures are believed up to so many times the host-only pages that they were measured with, and one request more."""
 
 CAUTION = 3.0
-"""Beyond that a request starts only if it is worth it with pages that cost so many times as much."""
+"""Beyond that a request starts only if it is worth it with pages that cost so many times as much; where nothing was measured, if
+it is worth it with every selected row missed."""
+
+UNMEASURED_ROUNDS = 2
+"""So many rounds since start a request waits for the first measurement, which rounds full of prefills do not give."""
 
 QUIET_ROUNDS = 2
 """So many rounds after the last refusal the gate is open again: nobody waits behind it."""
@@ -185,7 +189,7 @@ class AdmissionGate:
         self.figures = StepFigures()
         self.closed = False  #: a request was refused, and none has been worth it since
         self.waits = 0  #: times that a request was refused
-        self._steps = 0  # decode steps of the round under way
+        self._steps = self._rounds = 0  # decode steps of the round under way; rounds since start
         self._since_extend = 0
         self._launched = 0.0
         self._rounds_stale = 0  # rounds without a host-only page, in which nothing was learnt about fetches
@@ -220,6 +224,7 @@ class AdmissionGate:
         if self._on_round is not None:
             self._on_round(pool)
         self._steps = 0
+        self._rounds += 1
         self._rounds_stale = 0 if pool.host_pages else self._rounds_stale + 1
         if self._pages_before:
             self._pages_known = max(self._pages_before, FORGET * self._pages_known)
@@ -245,8 +250,10 @@ class AdmissionGate:
         """Whether a request that takes `new_pages` device pages may start, beside those promised in the same pass."""
         running = pool.num_running + promised_requests
         room = pool.device_pages - pool.demand_pages - promised_pages
-        if not running or new_pages <= room or not self.figures.known:
+        if not running or new_pages <= room:
             return True
+        if not self.figures.known:
+            return self._rounds >= UNMEASURED_ROUNDS or self._wait()
         beyond = max(pool.demand_pages - pool.device_pages, 0)
         host_pages = max(pool.host_pages, beyond) + max(-room, 0) - beyond
         added_pages = new_pages - max(room, 0) + pool.hot_pages  # that leave the device, for the request and a lease
@@ -254,7 +261,8 @@ class AdmissionGate:
         added = self.figures.per_request + self.figures.per_host_page * added_pages
         worth = worth_admitting(running, step, added, margin=-MARGIN if self.closed else MARGIN)
         if worth and host_pages > GROWTH * self._pages_known:
-            dearer = (CAUTION - 1) * self.figures.per_host_page
+            times = CAUTION if self._pages_known else 1 / PRIOR_MISSES
+            dearer = (times - 1) * self.figures.per_host_page
             if not worth_admitting(running, step + dearer * host_pages, added + dearer * added_pages):
                 return self._wait()
         if not worth and not self._patience_ends(new_pages > pool.device_pages):

@@ -85,22 +85,39 @@ class Server:
             return False
         return not self.gated or self.gate.allows(self.gate.look(), self.pages)
 
+    def _prefill(self, output: int) -> None:
+        self.clock.now += self.prefill_seconds
+        self.left.append(output)
+        self.gate.note_extend()
+
+    def _decode(self) -> None:
+        books = self.books()
+        self.gate.note_decode(len(self.left))
+        self.gate.tick()
+        self.clock.now += self.base + self.per_request * len(self.left) + self.page_seconds * books.host_pages
+        self.link.step(self.page_seconds * books.host_pages * self.link.bytes_per_second)
+        self.left = [left - 1 for left in self.left if left > 1]
+
     def run(self, seconds: float) -> float:
         """Tokens per second over the second half of `seconds`."""
         half, end, before = self.clock.now + seconds / 2, self.clock.now + seconds, 0
         while self.clock.now < end:
             if self.admits():
-                self.clock.now += self.prefill_seconds
-                self.left.append(256)
-                self.gate.note_extend()
+                self._prefill(256)
                 continue
-            books = self.books()
-            self.gate.note_decode(len(self.left))
-            self.gate.tick()
-            self.clock.now += self.base + self.per_request * len(self.left) + self.page_seconds * books.host_pages
-            self.link.step(self.page_seconds * books.host_pages * self.link.bytes_per_second)
             self.tokens += len(self.left)
-            self.left = [left - 1 for left in self.left if left > 1]
+            self._decode()
             if self.clock.now < half:
                 before = self.tokens
         return (self.tokens - before) / (seconds / 2)
+
+    def burst(self, output: int) -> float:
+        """Tokens per second of `clients` requests of `output` tokens that come at once, until the last ends."""
+        begin, waiting = self.clock.now, self.clients
+        while waiting or self.left:
+            if waiting and self.admits():
+                waiting -= 1
+                self._prefill(output)
+            else:
+                self._decode()
+        return self.clients * output / (self.clock.now - begin)

@@ -25,9 +25,11 @@ from sglang_hisparse import admission_view
 from sglang_hisparse.admission import (
     CAUTION,
     PATIENCE_ROUNDS,
+    PRIOR_MISSES,
     QUIET_ROUNDS,
     ROUND_STEPS,
     STALE_ROUNDS,
+    UNMEASURED_ROUNDS,
     AdmissionGate,
     Pool,
     StepFigures,
@@ -136,10 +138,15 @@ def test_what_fits_and_what_is_alone_always_starts() -> None:
     assert not gate.allows(pool(num_running=0, demand_pages=0), 2000, promised_pages=2000, promised_requests=1)
 
 
-def test_before_anything_was_measured_all_start() -> None:
-    """Goal: no verdict without figures. Method: a gate in its first round."""
-    gate = AdmissionGate(lambda: pool(), None, lambda figures: figures, Clock())
+def test_before_anything_was_measured_one_waits_for_the_first_rounds() -> None:
+    """Goal: no verdict without figures, and no wait without end for them. Method: a gate that is told nothing, round by round."""
+    gate = AdmissionGate(lambda: pool(), None, lambda _: (0.0,) * 4, Clock())
+    for _ in range(UNMEASURED_ROUNDS):
+        assert not gate.allows(gate.look(), 3000) and not gate.closed
+        run_round(gate)
+        assert gate.take_news()
     assert gate.allows(gate.look(), 3000) and not gate.closed
+    assert gate_with(CHEAP, pool()).allows(pool(), 250), "measured in the first round"
 
 
 def test_the_verdict_follows_the_cost() -> None:
@@ -208,12 +215,16 @@ def test_figures_are_believed_so_far_only() -> None:
     assert not gate.closed, "a gate that waits for figures is not closed"
 
 
-@pytest.mark.parametrize(("per_host_page", "started"), [(0.05e-6, 40), (0.5e-6 / CAUTION, 8), (0.4e-6, 1)])
-def test_what_is_worth_it_by_far_starts_at_once(per_host_page: float, started: int) -> None:
-    """Goal: nobody waits for figures that would have to be very wrong. Method: a burst with nothing known of host-only pages, at
-    costs of which the second is worked out by hand: 12 + c requests times (40 us + 314 pages * 0.5 us) against 2,600 us + 40 c +
-    250 c pages * 0.5 us, which is met from c = 8 on."""
+@pytest.mark.parametrize(
+    ("per_host_page", "known", "started"),
+    [(0.05e-6, 1.0, 40), (0.5e-6 / CAUTION, 1.0, 8), (0.4e-6, 1.0, 1), (0.02e-6, 0.0, 40), (0.5e-6 * PRIOR_MISSES, 0.0, 8), (0.17e-6, 0.0, 1)],
+)  # fmt: skip
+def test_what_is_worth_it_by_far_starts_at_once(per_host_page: float, known: float, started: int) -> None:
+    """Goal: nobody waits for figures that would have to be very wrong. Method: a burst with little or nothing known of host-only
+    pages, at costs of which two are worked out by hand: 12 + c requests times (40 us + 314 pages * 0.5 us) against 2,600 us +
+    40 c + 250 c pages * 0.5 us, which is met from c = 8 on."""
     gate, count = gate_with(StepFigures(2.6e-3, 12.0, 40e-6, per_host_page), pool()), 0
+    gate._pages_known = known
     while count < 40 and gate.allows(gate.look(), 250, promised_pages=250 * count, promised_requests=count):
         count += 1
     assert count == started and not gate.closed
