@@ -38,7 +38,7 @@ from sglang_hisparse.stats import StatsWriter, exceeds_device, residency_counts,
 from sglang_hisparse.storage.counters import STORAGE_COUNTS
 from sglang_hisparse.storage.tier import StorageTier
 from sglang_hisparse.transfer.decode_top_k import DecodeTopK
-from sglang_hisparse.transfer.hot_buffer import GroupTable, HotBuffers
+from sglang_hisparse.transfer.hot_buffer import GroupTable, HotBuffers, RealRows
 from sglang_hisparse.transfer.last_resort import copy_to_host_now
 from sglang_hisparse.transfer.prefix_stream import PrefixStream
 from sglang_hisparse.transfer.worker import TransferWorker
@@ -121,7 +121,7 @@ class HiSparseRuntime:
         self._answer_failed_copies(tp_group)
         self.border = None if pool.elastic is None else ElasticBorder(self, pool.elastic)
         self.plant(FaultPlan.from_env())
-        self.num_real_reqs = self.hot.num_real_rows
+        self.num_real_reqs = RealRows(self.hot.num_real_rows)
         self.audit, self.fault = RowAudit.from_env(self), RowFault.from_env(self)
         self.stats, self.recorder = StatsWriter.from_env(self), recorder_of(self)
         self._model_runner: Any = None

@@ -30,7 +30,7 @@ def test_an_idle_rank_runs_a_batch_of_padding(world: World) -> None:
     old = world.go_mixed(client)
     top_k = torch.tensor(old[:64], dtype=torch.int32).view(1, -1).repeat(2, 1)
     slots, lengths, top_k = world.top_k_inputs([client, client], top_k)
-    world.runtime.num_real_reqs.zero_()
+    world.runtime.num_real_reqs.fill_(0)
     before = [group.tags.clone() for group in map(world.runtime.hot.state.__getitem__, range(2))]
     counts = [world.runtime.counters() for _ in range(2)][1]
     for layer in range(world.sizes.layers):

@@ -181,10 +181,13 @@ class HiSparseAllocator(HiSparseTokenToKVPoolAllocator):
     def alloc_decode(
         self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor, **kwargs: Any
     ) -> torch.Tensor | None:
-        """Ids int64 [batch] for token seq_len - 1 of each request of the decode batch; None: does not fit."""
-        slots, lengths = np.asarray(self.runtime.decode_slots, dtype=np.int64), seq_lens_cpu.numpy()
-        positions, book = lengths - 1, self.residency.book
-        index = positions // self.page_size
+        """Ids int64 [batch] for token seq_len - 1 of each request of the decode batch; None: does not fit. last_loc: ids of the
+        tokens before them, on the device."""
+        positions = seq_lens_cpu.numpy() - 1
+        if (positions % self.page_size).all():
+            return last_loc.long() + 1  # each in the page of the token before: nothing to look up or to send
+        slots, book = np.asarray(self.runtime.decode_slots, dtype=np.int64), self.residency.book
+        index, lengths = positions // self.page_size, positions + 1
         # Most decode steps need no page.
         if np.count_nonzero(index >= book.num_pages[slots]) and not self._append_pages(slots, lengths):
             return None

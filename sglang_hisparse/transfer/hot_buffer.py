@@ -47,6 +47,26 @@ class GroupTable:
         return self.members[self.group_of[layer]][0] == layer
 
 
+class RealRows:
+    """`num_real_reqs` to SGLang, which fills it twice a decode step, nearly always with what it holds: that costs no launch.
+
+    rows int32 [1], on the device; nobody else may write it.
+    """
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        self._rows = rows
+        self._count: int | None = None
+
+    def fill_(self, count: int) -> None:
+        """The rows below `count` are requests, for what is launched next on this stream."""
+        if count == self._count:
+            return
+        # Inside a capture it is the graph that fills, whenever it is replayed.
+        captured = self._rows.is_cuda and torch.cuda.is_current_stream_capturing()
+        self._count = None if captured else count
+        self._rows.fill_(count)
+
+
 class HotBuffers:
     """State of all groups for `num_slots` request slots of `buffer_size` rows, and the output of the last resolve.
 

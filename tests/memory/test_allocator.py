@@ -145,6 +145,18 @@ def test_exhaustion_is_all_or_nothing(short: str) -> None:
         ]
 
 
+def test_decode_ids_are_those_of_the_books(world: World) -> None:
+    """Goal: a token's id is its page's, whether it was looked up or follows the id before it. Method: three requests that
+    fill their pages at different steps, for more than two pages; each row against the book."""
+    clients = [world.start(length, seed=length) for length in (2 * PAGE - 3, PAGE + 1, 3 * PAGE)]
+    for _ in range(2 * PAGE + 5):
+        world.decode(*clients)
+        for client in clients:
+            row = world.row_of(client)
+            assert row == world.allocator.row_ids(client.slot)[: len(row)].tolist()
+    assert [world.wrong_rows(client) for client in clients] == [0, 0, 0]
+
+
 def test_three_ways_to_free(world: World) -> None:
     """Goal: segments, row ranges and plain ids all give back ids and device pages. Method: one request cut in four."""
     client = world.client(world.prompt(6 * PAGE + 10))
