@@ -64,6 +64,7 @@ class HiSparseAllocator(HiSparseTokenToKVPoolAllocator):
         # What every accepted request may count on: a moving border only ever leaves this many device tokens.
         self._size_least = kvcache.border[-1].device_pages * page_size if kvcache.border else self._size_hisparse
         self.runtime: HiSparseRuntime | None = None
+        self._one = torch.ones(1, dtype=torch.int64, device=device)  # makes int64 of int32 ids
         self._deferred: list[int] | None = None
         self.num_slow_frees = 0
         # Addresses are captured by CUDA graphs, so the table is allocated once, outside any memory-saver region.
@@ -185,7 +186,7 @@ class HiSparseAllocator(HiSparseTokenToKVPoolAllocator):
         tokens before them, on the device."""
         positions = seq_lens_cpu.numpy() - 1
         if (positions % self.page_size).all():
-            return last_loc.long() + 1  # each in the page of the token before: nothing to look up or to send
+            return last_loc + self._one  # each in the page of the token before: nothing to look up or to send
         slots, book = np.asarray(self.runtime.decode_slots, dtype=np.int64), self.residency.book
         index, lengths = positions // self.page_size, positions + 1
         # Most decode steps need no page.
