@@ -307,7 +307,7 @@ class Reporter:
     def _line_is_due(self) -> bool:
         interval = self._interval()
         self._logged_interval = min(self._logged_interval, interval)  # a flush makes SGLang count anew
-        return self._sglang.is_stats_logging_rank and interval > self._logged_interval
+        return self._sglang.is_stats_logging_rank and interval > self._logged_interval and logger.isEnabledFor(logging.INFO)
 
     def _is_due(self) -> bool:
         return self._line_is_due() or (self._exporter is not None and self._clock() >= self._next_export)

@@ -372,6 +372,21 @@ def test_other_ranks_are_silent(cpu_world: World, caplog: pytest.LogCaptureFixtu
     assert not caplog.records and sglang.metrics_collector.value("hot_leases") == 0
 
 
+@pytest.mark.parametrize("level", [logging.INFO, logging.WARNING])
+def test_a_quiet_log_costs_nothing(cpu_world: World, caplog: pytest.LogCaptureFixture, level: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: no decode step gathers figures for a line that nobody sees. Method: reads of the device counts, at both levels."""
+    clock, sglang = Clock(), sglang_reporter(exports=False, interval=1)
+    reporter, reads = bound(cpu_world, sglang, clock), []
+    counters = cpu_world.runtime.counters
+    monkeypatch.setattr(cpu_world.runtime, "counters", lambda: reads.append(1) or counters())
+    with caplog.at_level(level, "sglang_hisparse.metrics"):
+        for _ in range(6):
+            sglang.forward_ct_decode += 1
+            clock.now += 0.01
+            reporter.tick()
+    assert bool(reads) == (level == logging.INFO)
+
+
 def test_labels_are_sglangs() -> None:
     """Goal: our series join with SGLang's. Method: names and values of the labels of each series, own label last."""
     collector = Collector()
