@@ -251,10 +251,14 @@ def warm_up(run: Run, servers: dict[str, Server], contexts: Sequence[int]) -> No
             run.miss(f"[{key}] did not start")
             continue
         server = servers[key]
-        send(server.url, random_prompts(-1, [context] * 2), 16, 2, run.args.request_timeout)
-        server.flush()
-        server.freeze_gc()
-        run.counters[key] = settled_counters(server)
+        try:
+            send(server.url, random_prompts(-1, [context] * 2), 16, 2, run.args.request_timeout)
+            server.flush()
+            server.freeze_gc()
+            run.counters[key] = settled_counters(server)
+        except (ServerError, ValueError) as error:
+            run.miss(f"[{key}] did not warm up: {error}")
+            del servers[key]
 
 
 def measure_group(

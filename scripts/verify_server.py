@@ -10,7 +10,6 @@ behind as they go (results in --out). `plain` writes plain_outputs.json, which l
   pressure  high watermarks, so that pages are spilled early; all at once, twice, the second time with cached prefixes
   elastic   the border between KV and index-K moves while they run: all at once, twice; it goes back while the server rests after a
             flush; once more
-  topk      forced spills with the decode steps' top-k from the kernel of plain SGLang; all at once, twice
   noradix   --disable-radix-cache: all at once
   fault     1 % of the rows given to attention replaced: most texts must change, or the comparison proves nothing
 

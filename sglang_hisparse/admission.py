@@ -118,7 +118,7 @@ class StepModel:
         self._link = link
         self._spacings: list[tuple[float, int]] = []  # seconds, requests; of the round under way
         self._sums = [0.0] * 5  # weight, n, n*n, compute, n*compute
-        self._fetch_seconds = self._fetch_pages = 0.0
+        self._fetch_bytes = self._fetch_pages = 0.0
         self._pages_before = 0
         self._fetched_before = (0, 0.0)
         self._page_seconds = 0.0
@@ -141,14 +141,13 @@ class StepModel:
         (step_before, total_before), host_pages = self._fetched_before, (self._pages_before + pool.host_pages) / 2
         # A round without a host-only page teaches nothing, and what was learnt before it still holds.
         if step > step_before and host_pages:
-            seconds = (total - total_before) / (step - step_before) / bytes_per_second
-            self._fetch_seconds = DECAY * self._fetch_seconds + seconds
+            self._fetch_bytes = DECAY * self._fetch_bytes + (total - total_before) / (step - step_before)
             self._fetch_pages = DECAY * self._fetch_pages + host_pages
         self._fetched_before, self._pages_before = (step, total), pool.host_pages
         # One request at the published miss rate stands beside what was measured: it decides as long as nothing was.
         pages = max(pool.demand_pages / max(pool.num_running, 1), 1.0)
-        prior = self._link.request_bytes / bytes_per_second
-        self._page_seconds = (self._fetch_seconds + prior) / (self._fetch_pages + pages)
+        # Bytes are kept, not seconds: what was learnt holds when the link gets faster or slower.
+        self._page_seconds = (self._fetch_bytes + self._link.request_bytes) / (self._fetch_pages + pages) / bytes_per_second
 
     def _take_spacings(self, pool: Pool) -> None:
         seconds = statistics.median(spacing for spacing, _ in self._spacings)

@@ -9,10 +9,13 @@ A hook wraps the metadata that the indexer asks for its top-k (hooks.py). Nothin
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 TOP_K_VARIABLE = "SGLANG_HISPARSE_FUSED_TOP_K"
 _MOST = 2048  # entries that the kernel can select
@@ -23,6 +26,7 @@ class DecodeTopK:
 
     def __init__(self, num_pages: int, device: torch.device) -> None:
         self._pages = torch.arange(num_pages, dtype=torch.int32, device=device)[None]
+        self._told: set[bool] = set()
 
     @classmethod
     def from_env(cls, num_pages: int, device: torch.device) -> DecodeTopK | None:
@@ -33,7 +37,11 @@ class DecodeTopK:
         """Positions int32 [rows, top_k] of the highest of logits float32 [rows, columns], in no order, -1 behind those of a row that
         has fewer. None where SGLang would not choose that kernel for such a step either; nothing was launched then."""
         step = metadata.attn_metadata
-        if not self._applies(metadata, step, logits, top_k):
+        applies = self._applies(metadata, step, logits, top_k)
+        if applies not in self._told:
+            self._told.add(applies)
+            logger.info("HiSparse top-k of decode steps: %s", "plain SGLang's fused kernel" if applies else "what SGLang chooses for some")
+        if not applies:
             return None
         from sglang.kernels.ops.attention.dsv4.topk import topk_transform_paged_v2
 
@@ -45,11 +53,13 @@ class DecodeTopK:
         return positions
 
     def _applies(self, metadata: Any, step: Any, logits: torch.Tensor, top_k: int) -> bool:
+        from sglang.srt.environ import envs
         from sglang.srt.layers.attention.dsa.dsa_topk_backend import TopkTransformMethod
 
         rows, plan = len(logits), step.topk_v2_plan
         return (
-            metadata.topk_backend.should_use_topk_v2()
+            envs.SGLANG_DSA_FUSE_TOPK.get()
+            and metadata.topk_backend.should_use_topk_v2()
             and metadata.topk_transform_method is TopkTransformMethod.PAGED
             and rows == len(metadata.get_seqlens_expanded()) == len(step.real_page_table)
             and plan is not None

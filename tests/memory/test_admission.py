@@ -141,6 +141,7 @@ def test_what_fits_and_what_is_alone_always_starts() -> None:
 def test_before_anything_was_measured_one_waits_for_the_first_rounds() -> None:
     """Goal: no verdict without figures, and no wait without end for them. Method: a gate that is told nothing, round by round."""
     gate = AdmissionGate(lambda: pool(), None, lambda _: (0.0,) * 4, Clock())
+    assert not gate.allows(gate.look(), 3000)
     for _ in range(UNMEASURED_ROUNDS):
         assert not gate.allows(gate.look(), 3000) and not gate.closed
         run_round(gate)

@@ -50,6 +50,18 @@ def test_a_link_that_others_begin_to_use(page_seconds: float, times: float) -> N
     assert speeds[True] > 0.9 * resident and speeds[True] > 1.15 * speeds[False]
 
 
+@pytest.mark.parametrize(("page_seconds", "times"), [(0.1e-6, 8), (0.15e-6, 16)])
+def test_a_link_that_others_leave_again(page_seconds: float, times: float) -> None:
+    """Goal: what was learnt on a slow link is not held against the fast one. Method: it slows down and recovers, while the gate is
+    closed and nothing new is learnt; a server that has never seen it slow."""
+    server, fresh = Server(page_seconds), Server(page_seconds)
+    server.run(20)
+    server.slow_down(times)
+    server.run(100)
+    server.slow_down(1 / times)
+    assert server.run(100) > 0.92 * fresh.run(220)
+
+
 class FakeEvent:
     """Passes when it is told to; the second of a pair is `milliseconds` behind the first."""
 

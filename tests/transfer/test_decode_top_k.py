@@ -4,6 +4,7 @@ kernel is stood in for by what its documentation says, on a GPU it is the kernel
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,14 +55,18 @@ def chosen(positions: torch.Tensor) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("lengths", [[5000], [100, 2048, 2049, 9000], [0, 64, 70000]])
-def test_positions_are_those_of_the_unfused_top_k(lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_positions_are_those_of_the_unfused_top_k(
+    lengths: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Goal: the same set a row, valid ones first. Method: torch's top-k through SGLang's unfused path beside it."""
     monkeypatch.setattr(sglang_topk, "topk_transform_paged_v2", documented_kernel)
     sizes = torch.tensor(lengths, dtype=torch.int32)
     logits = torch.rand(len(lengths), -(-max(lengths) // PAGE) * PAGE)
     kernel = DecodeTopK(2000, torch.device("cpu"))
-    with envs.SGLANG_OPT_USE_TOPK_V2.override(True):
-        found = TopKTap(metadata_of(sizes), kernel).topk_transform(logits, K)
+    with envs.SGLANG_OPT_USE_TOPK_V2.override(True), caplog.at_level(logging.INFO, "sglang_hisparse"):
+        for _ in range(2):
+            found = TopKTap(metadata_of(sizes), kernel).topk_transform(logits, K)
+    assert [record.getMessage() for record in caplog.records] == ["HiSparse top-k of decode steps: plain SGLang's fused kernel"]
     wanted = metadata_of(sizes, DSATopKBackend.TORCH).topk_transform(logits, K)
     assert found.dtype == torch.int32 and chosen(found) == chosen(wanted)
     assert ((found >= 0).sum(1) == sizes.clamp(max=K)).all() and all((found[i, :n] >= 0).all() for i, n in enumerate(sizes.clamp(max=K).tolist()))
@@ -85,8 +90,9 @@ def test_otherwise_sglang_chooses(change: dict[str, Any]) -> None:
         whole = metadata_of(lengths)
         for logits, k in ((torch.rand(2, 3008).half(), K), (torch.rand(2, 3007), K), (torch.rand(3008, 2).T, K), (torch.rand(2, 3008), 4096)):
             assert kernel.select(whole, logits, k) is None
-    with envs.SGLANG_OPT_USE_TOPK_V2.override(False):
-        assert kernel.select(whole, torch.rand(2, 3008), K) is None
+    for variable in (envs.SGLANG_OPT_USE_TOPK_V2, envs.SGLANG_DSA_FUSE_TOPK):
+        with envs.SGLANG_OPT_USE_TOPK_V2.override(True), variable.override(False):
+            assert kernel.select(whole, torch.rand(2, 3008), K) is None
 
 
 def test_it_is_on_in_decode_steps_only_unless_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
