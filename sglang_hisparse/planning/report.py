@@ -62,6 +62,7 @@ def reasons_of(planned: Planned) -> dict[str, str]:
         "device_buffer_size": (
             f"{hot.buffer_rows / planned.model.facts.index_topk:g} x top_k; {lease:.2f} GiB of GPU memory for each request "
             f"that has given up pages; rows missed on the published trace: {misses}"
+            + (f"; the default would be nearly as large as a request of {load.total_tokens} tokens" if planned.narrowed else "")
         ),
     }
     share = memory.least_device_tokens / max(memory.plain_tokens, 1)

@@ -89,6 +89,21 @@ def test_break_even_is_told(load: Load, words: tuple[str, ...]) -> None:
     assert (planned.mixed.total > planned.plain.total) == ("above" in words)
 
 
+@pytest.mark.parametrize(
+    ("load", "rows", "chosen"),
+    [(Load(4000, 256), None, 2560), (Load(4000, 256), 4096, 4096), (Load(6000, 1000), None, 4096), (Load(500, 100), None, 4096)],
+)
+def test_hot_buffers_leave_short_requests_something_to_give(load: Load, rows: int | None, chosen: int) -> None:
+    """Goal: a smaller buffer is planned where the default gains nothing and it does, and not otherwise. Method: short, longer and
+    tiny requests, and a buffer that was asked for; the plan of the smaller buffer by itself."""
+    planned = make_plan(built_in("DeepSeek-V3.2"), Deployment(dp=8), load, Choices(buffer_rows=rows))
+    assert settings_of(planned)["device_buffer_size"] == chosen and planned.narrowed == (chosen == 2560)
+    assert ("nearly as large as a request of 4256 tokens" in reasons_of(planned)["device_buffer_size"]) == planned.narrowed
+    if planned.narrowed:
+        default = make_plan(built_in("DeepSeek-V3.2"), Deployment(dp=8), load, Choices(buffer_rows=4096))
+        assert planned.mixed.total > planned.plain.total >= default.mixed.total
+
+
 def test_notes_name_what_is_not_certain() -> None:
     """Goal: estimates are marked. Method: a model whose shape is assumed; parallelism that repeats the cache."""
     planned = make_plan(built_in("GLM-5.3"), Deployment(dp=1), Load(), Choices())
