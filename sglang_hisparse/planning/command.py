@@ -37,7 +37,7 @@ def plan(
     weights_gib: Annotated[float | None, typer.Option(min=0, help="Weights of one rank as a server logged them. Default: an estimate.")] = None,
     overhead_gib: Annotated[float, typer.Option(min=0, help="CUDA context and communicators on each GPU.")] = 1.5,
     ratio: Annotated[float | None, typer.Option(min=1, help="host_to_device_ratio. Default: chosen for the load.")] = None,
-    buffer: Annotated[int | None, typer.Option(min=1, help="device_buffer_size. Default: 2 x top-k.")] = None,
+    buffer: Annotated[int | None, typer.Option(min=1, help="device_buffer_size. Default: 2 x top-k, less for requests that are hardly longer.")] = None,
     eviction: Annotated[Eviction, typer.Option(help="Which rows leave a hot buffer; index_score takes memory for the scores.")] = _C.eviction,
     elastic_border: Annotated[bool, typer.Option("--elastic-border", help="Memory moves from KV to index-K as tokens are cached.")] = _C.elastic,
     host_pool_gib: Annotated[float | None, typer.Option(min=0.01, help="host_pool_gib, a bound on pinned memory per rank.")] = None,
