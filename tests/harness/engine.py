@@ -64,6 +64,7 @@ class Engine:
         torch.set_num_threads(1)
         self.handles: dict[str, Handle] = {}
         self.control_outputs: list[Any] = []
+        self._given_up: set[str] = set()  # requests that ran alone and that the scheduler found no room for
         self.link: LaggingLink | None = None
         self.steps = 0
         self._inbox: list[Any] = []
@@ -330,6 +331,8 @@ class Engine:
                 self._take_tokens(output)
             elif isinstance(output, AbortReq):
                 self.handles[output.rid].finish_reason = "abort"
+                if "Out of memory" in (output.finished_reason or {}).get("message", ""):
+                    self._given_up.add(output.rid)
             else:
                 self.control_outputs.append(output)
         self._sender.sent.clear()
@@ -337,6 +340,8 @@ class Engine:
     def _take_tokens(self, output: Any) -> None:
         for i, rid in enumerate(output.rids or []):
             handle = self.handles[rid]
+            if rid in self._given_up:
+                continue  # SGLang still sends the token of the forward under way, and its tokenizer drops it
             assert not handle.finished, f"{rid} got output after its end"
             handle.output.extend(output.output_ids[i])
             handle.cached_tokens = output.cached_tokens[i]
