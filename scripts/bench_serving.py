@@ -60,6 +60,8 @@ SYSTEMS = {
 DEFAULT_SYSTEMS = ["plain", "builtin", "ours"]
 RESULTS = pathlib.Path("scripts/results")
 FILES = {"tokens": "serving_h200.json", "bytes": "serving_equal_memory_h200.json"}
+# Options that all rows of a result file have in common, and what a file without one of them was made with.
+FILE_OPTIONS: dict[str, Any] = {"stream_interval": 1, "config": {}, "link_load": 0}
 START_SECONDS, POINT_SECONDS = 90.0, 15.0
 
 
@@ -103,9 +105,9 @@ class Run:
         return self.path if self.path.exists() else self.args.base or RESULTS / FILES[self.args.equal]
 
     def check_base(self) -> None:
-        """Raises ValueError when rows of another stream interval or config would be carried over."""
+        """Raises ValueError when rows made with other FILE_OPTIONS would be carried over."""
         document = read_document(self.base)
-        for option, otherwise in (("stream_interval", 1), ("config", {}), ("link_load", 0)):
+        for option, otherwise in FILE_OPTIONS.items():
             known, mine = document.get(option, otherwise), getattr(self.args, option)
             if self.base.exists() and known != mine:
                 raise ValueError(f"{self.base} has rows of --{option.replace('_', '-')} {known}, this call has {mine}; "
@@ -124,7 +126,7 @@ class Run:
         """Set the row of a point to its median run, and what follows from all rows."""
         args, row = self.args, median_run(runs)
         head = {"commit": args.commit, "versions": versions(args.site), "command": args.command}
-        head |= {"stream_interval": args.stream_interval, "config": args.config, "link_load": args.link_load}
+        head |= {option: getattr(args, option) for option in FILE_OPTIONS}
         update(self.path, self.base, [row], SERVING_KEYS, SERVING_IDENTITY, head)
         known = read_document(self.path)
         tail: dict[str, Any] = {"ratios": ratios(known["rows"])}
@@ -360,13 +362,15 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         parser.error("ours_elastic: --equal tokens says nothing about a border that moves; allowed: --equal bytes")
     if min(args.repeats, args.stream_interval, *args.output) < 1:
         parser.error("--repeats, --stream-interval and --output are at least 1")
+    if args.link_load < 0:
+        parser.error(f"--link-load {args.link_load}: allowed: 0 or more")
     if not args.commit:
         parser.error("--commit is needed outside a repository")
     return args
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit status: 0, 1 when a point failed or was left out, 2 when known rows have another stream interval or config."""
+    """Exit status: 0, 1 when a point failed or was left out, 2 when known rows were made with other FILE_OPTIONS."""
     args = parse_arguments(argv)
     paths = Paths(args.model, args.logs, args.site, args.plugin, args.cache)
     run, grid = Run(args, time.monotonic() + args.budget), points(args)

@@ -150,6 +150,8 @@ def test_a_loaded_link(fake_paths: server.Paths, tmp_path: pathlib.Path, monkeyp
     document = json.loads((tmp_path / "serving_h200.json").read_text())
     assert document["link_load"] == 2 and document["link_load_gb_s"] == [[12.5, 12.5]]
     assert _bench(fake_paths, tmp_path, *arguments, "0") == 2
+    with pytest.raises(SystemExit):
+        _bench(fake_paths, tmp_path, *arguments, "-1")
 
 
 def test_a_load_that_does_not_copy_is_told() -> None:
