@@ -8,7 +8,7 @@ import socket
 from pathlib import Path
 
 SOURCE = """
-import http.server, json, os, pathlib, signal, sys, threading, time
+import http.server, json, os, pathlib, signal, sys, threading, time, traceback
 
 port = int(sys.argv[sys.argv.index("--port") + 1])
 stats = pathlib.Path(os.environ["SGLANG_HISPARSE_STATS_FILE"]); stem = stats.stem
@@ -78,6 +78,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.wfile.write(done)
         except (BrokenPipeError, ConnectionResetError):
             pass
+        if number("FAKE_RAISES") and mine % number("FAKE_RAISES") == 0: raise RuntimeError("lost a page")
     def stream(self, prompt, count, rid, hit, mine):
         self.send_response(200); self.end_headers()
         tokens, first = [], sum(prompt) * 31
@@ -107,6 +108,10 @@ def common(left, right):
     return same
 class Server(http.server.ThreadingHTTPServer):
     request_queue_size = 256
+    def handle_error(self, request, client_address):
+        # A client that hangs up is no failure of a server; of any other, one write, which no other thread's can split.
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            sys.stderr.write(traceback.format_exc())
 Server(("127.0.0.1", port), Handler).serve_forever()
 """
 

@@ -80,6 +80,7 @@ def test_soak_holds_on_a_server_that_behaves(tmp_path: pathlib.Path, hurried: No
         ("FAKE_MISMATCHES", "3", "3 mismatches"),
         ("FAKE_LEAK", "2", "pools empty at the end"),
         ("FAKE_SLOW_EXIT", "1", "ended after SIGTERM"),
+        ("FAKE_RAISES", "9", "RuntimeError: lost a page"),
     ],
 )
 def test_soak_notices(
