@@ -75,7 +75,7 @@ def around_alloc_for_decode(original: Callable[..., Any], batch: Any, token_per_
     if runtime is None:
         return original(batch, token_per_req)
     with no_device_sync():
-        runtime.begin_decode(batch)
+        runtime.decode_steps.begin(batch)
         result = original(batch, token_per_req)
         runtime.end_decode(batch)
     return result

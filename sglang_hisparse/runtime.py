@@ -12,7 +12,6 @@ import functools
 import logging
 from typing import Any
 
-import numpy as np
 import torch
 
 from sglang_hisparse import settings
@@ -23,6 +22,7 @@ from sglang_hisparse.errors import HiSparseError, InvariantError
 from sglang_hisparse.faults import FaultPlan, FaultSeam
 from sglang_hisparse.layout_table import render
 from sglang_hisparse.memory.allocator import HiSparseAllocator
+from sglang_hisparse.memory.decode_steps import DecodeSteps
 from sglang_hisparse.memory.elastic import ElasticBorder
 from sglang_hisparse.memory.extends import Extends, Launch
 from sglang_hisparse.memory.host_tier import HostTier
@@ -131,8 +131,7 @@ class HiSparseRuntime:
         self.gate: AdmissionGate | None = None
         self._committed_seen = 0
         self._launch: Launch | None = None
-        self.decode_slots = np.zeros(0, dtype=np.int64)  # request slots of the decode batch
-        self._all_end = np.ones(num_slots, dtype=bool)
+        self.decode_steps = DecodeSteps(self.page_size, num_slots)
         allocator.bind_runtime(self)
         req_to_token_pool.hisparse_runtime = self
 
@@ -215,18 +214,15 @@ class HiSparseRuntime:
         if self.gate is not None:
             self.gate.note_extend()
 
-    # -- decode (called around SGLang's alloc_for_decode) -----------------------------------------------------------
-
-    def begin_decode(self, batch: Any) -> None:
-        self.decode_slots = batch.req_pool_indices_cpu.numpy()
+    # -- decode (called around SGLang's alloc_for_decode, as decode_steps.begin is) ---------------------------------
 
     def end_decode(self, batch: Any) -> None:
-        seq_lens = batch.seq_lens_cpu.numpy() + 1
-        self._launch = Launch(self.decode_slots, seq_lens, self._all_end[: len(seq_lens)], is_extend=False)
+        self._launch, slots = self.decode_steps.end(batch), self.decode_steps.slots
         self.hot.note_decode()
-        self.recorder.before_decode(self.decode_slots.tolist(), seq_lens.tolist())
+        if self.recorder.records:
+            self.recorder.before_decode(slots.tolist(), (batch.seq_lens_cpu + 1).tolist())
         if self.gate is not None:
-            self.gate.note_decode(len(self.decode_slots))
+            self.gate.note_decode(len(slots))
 
     def make_room(self, num_pages: int) -> bool:
         """Spill until `num_pages` device pages are free."""
@@ -288,7 +284,8 @@ class HiSparseRuntime:
 
     def before_forward(self) -> None:
         """On the forward stream, before every forward of the target model, in every mode (R4)."""
-        self._note_completed(self.worker.poll())
+        if done := self.worker.poll():
+            self._note_completed(done)
         self.audit.before_plan()
         if self.gate is not None:
             self.gate.tick()
@@ -302,8 +299,10 @@ class HiSparseRuntime:
         if launch is not None:
             self.residency.check_step(launch.slots)
         self.extends.before_forward(launch)
-        if launch is not None:
+        if launch is not None and launch.changes_pages:
             self.residency.note_launch(launch.slots, launch.seq_lens, launch.prefill_ends)
+        elif launch is not None:
+            self.residency.note_quiet_launch()
         self.audit.after_plan(plan)
         self._report()
 
@@ -317,6 +316,8 @@ class HiSparseRuntime:
 
     def _tick_policy(self) -> None:
         """Below the low watermark the next steps would lack pages: what spilling gives then avoids a retraction too."""
+        if self.policy.is_at_rest():
+            return
         counters, low = self.residency.counters, self.policy.watermark_low_pages
         is_low, before = self.residency.device_pages.num_free < low, counters.pages_spilled
         self.policy.tick()

@@ -43,13 +43,15 @@ class _Request:
 @dataclass(frozen=True, slots=True)
 class Launch:
     """The slots of the batch that was allocated last, the lengths that its forward brings them to, whether they decode then
-    (lists, or arrays [n]); new_tokens: those of an extend, request by request."""
+    (lists, or arrays [n]); new_tokens: those of an extend, request by request; changes_pages: False for a decode step in which
+    no request begins or fills a page, whose lengths are left out."""
 
     slots: Sequence[int] | np.ndarray
     seq_lens: Sequence[int] | np.ndarray
     prefill_ends: Sequence[bool] | np.ndarray
     is_extend: bool
     new_tokens: Sequence[int] = ()
+    changes_pages: bool = True
 
 
 class Extends:

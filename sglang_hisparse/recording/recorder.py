@@ -59,6 +59,8 @@ class _Place:
 class NoRecorder:
     """Stands in where nothing is recorded: every method is free of cost."""
 
+    records = False  #: whether anybody reads what it is told
+
     def note(self, group: int, top_k_result: torch.Tensor) -> None: ...
 
     def before_decode(self, slots: Sequence[int], seq_lens: Sequence[int]) -> None: ...
@@ -72,6 +74,8 @@ class NoRecorder:
 
 class TopKRecorder(NoRecorder):
     """Records to one file. leaders: leader layer of each group."""
+
+    records = True
 
     def __init__(self, path: Path, header: Header, device: torch.device | str, max_bytes: int = MAX_FILE_BYTES) -> None:
         """Raises ConfigError where the file cannot be written."""

@@ -39,6 +39,7 @@ from sglang_hisparse.residency.types import (
 
 # As plain numbers: an enum's attribute costs more than the comparison, and these run per page and step.
 _FREE, _OPEN, _DIRTY, _MIRRORING, _CLEAN, _HOST = (int(state) for state in PageState)
+_NO_CHANGE = StepPlan(0, 0, (), (), ())
 
 
 class ResidencyCoordinator(HostCopies):
@@ -59,7 +60,7 @@ class ResidencyCoordinator(HostCopies):
         self.limits = limits
         self.device_pages = device_pages
         self.hot_lease: dict[int, list[int]] = {}  # slot -> device pages
-        self._checked: tuple[int, bytes] = -1, b""  # moves of the book and request slots of the last step that was checked
+        self._checked: tuple[int, Sequence[int]] = -1, ()  # moves of the book and request slots of the last step that was checked
         self._reset_plan()
 
     def _reset_plan(self) -> None:
@@ -150,6 +151,10 @@ class ResidencyCoordinator(HostCopies):
                 self._hold_tail_only(slot)
             elif book.streams(slot):
                 book.set_held_from(slot, int(book.sealed[slot]))
+
+    def note_quiet_launch(self) -> None:
+        """A decode step has just been launched that fills no page and is not the first of any of its requests."""
+        self.step += 1
 
     def unmap(self, slot: int, start: int, end: int) -> list[int]:
         """Take positions [start, end) out of the slot's row, before they are freed; returns the pages that were there."""
@@ -356,7 +361,7 @@ class ResidencyCoordinator(HostCopies):
         """Everything that the next forward must find done on its stream; the plan is empty when nothing changed."""
         wait_transfer_id = max(self._wait_transfer_id, self._overdue_transfer())
         if not (wait_transfer_id or self._table_changes or self._lease_changes or self._vacates):
-            return StepPlan(self.step, 0, (), (), ())  # who promotes or moves a page changes the table
+            return _NO_CHANGE  # who promotes or moves a page changes the table
         plan = StepPlan(
             step=self.step,
             wait_transfer_id=wait_transfer_id,
@@ -390,11 +395,10 @@ class ResidencyCoordinator(HostCopies):
 
     def check_step(self, slots: Sequence[int]) -> None:
         """Every request of the coming forward that has a host-only page holds a lease (R19)."""
-        slot_array = np.asarray(slots, dtype=np.int64)
-        key = self.book.moves, slot_array.tobytes()
-        if key == self._checked:
+        if self._checked[1] is slots and self._checked[0] == self.book.moves:
             return  # as it was in the step before
-        self._checked = key
+        self._checked = self.book.moves, slots
+        slot_array = np.asarray(slots, dtype=np.int64)
         unleased = slot_array[~self.book.leased[slot_array]]
         for slot in unleased[self.book.host_counts(unleased) != 0].tolist():
             raise InvariantError(f"R19: request slot {slot} has host-only pages and no hot lease")

@@ -30,6 +30,7 @@ class SpillPolicy:
         self._looked_at = -1  # `moves` of the book when these were counted:
         self._fewest_host_pages: int | None = None  # of a request that could be promoted; None: there is none
         self._num_unused = 0
+        self._rested_with: tuple[int, int, int] | None = None  # figures that leave a tick nothing to do
 
     @property
     def watermark_low_pages(self) -> int:
@@ -168,8 +169,26 @@ class SpillPolicy:
 
     # -- before each forward ----------------------------------------------------------------------------------------
 
+    def is_at_rest(self) -> bool:
+        """Whether `tick` would do what it did last: nothing."""
+        return not self.coordinator.num_dirty and self._rested_with == self._figures()
+
+    def _figures(self) -> tuple[int, int, int]:
+        """What `tick` goes by while no page is DIRTY and the low watermark is free."""
+        pages = self.coordinator.device_pages
+        return self.coordinator.book.moves, pages.num_free, pages.num_usable
+
     def tick(self) -> None:
         """Mirror what is sealed, keep the watermark, promote when there is room. The budget bounds the work of one step."""
+        if self.is_at_rest():
+            return
+        before, is_clean = self._figures(), not self.coordinator.num_dirty
+        self._tick()
+        # In need of pages, acknowledgements that are no move of the book may let some leave in the next step.
+        has_rest = is_clean and before[1] >= self.watermark_low_pages and before == self._figures()
+        self._rested_with = before if has_rest and self.coordinator.policy.mode != ResidencyMode.ALWAYS_HOST else None
+
+    def _tick(self) -> None:
         coordinator = self.coordinator
         policy = coordinator.policy
         if coordinator.num_dirty and policy.mirroring == Mirroring.EAGER and not coordinator.link_rests:

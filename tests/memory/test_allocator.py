@@ -139,7 +139,7 @@ def test_exhaustion_is_all_or_nothing(short: str) -> None:
         after = snapshot(world)
         assert after[:2] == before[:2], "a refusal may be counted, and change nothing else"
         assert extend([1], [8 * PAGE]).tolist() == list(range(PAGE, 9 * PAGE))
-        runtime.decode_slots = [1]
+        runtime.decode_steps.slots = np.array([1])
         assert allocator.alloc_decode(torch.tensor([8 * PAGE + 1]), torch.tensor([8 * PAGE + 1]), None).tolist() == [
             9 * PAGE
         ]
