@@ -1,0 +1,149 @@
+#!/usr/bin/env python3
+"""The scheduler's thread in a decode step: SGLang's own scheduler, plain and with this package, without a GPU.
+
+Drives the harness of tests/harness: real Scheduler, pools, allocator, radix tree, coordinator; the model's forward and the attention
+backend cost next to nothing, so an iteration is what the CPU has to do for it but for calls of the CUDA driver. The parts whose
+CPU form works more than their GPU form are left out: the harness's judgement of rows and SGLang's leak check after each step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts")]
+
+from serving.results import current_commit, versions, write_json
+
+CONFIG = {"top_k": 128, "device_buffer_size": 256, "host_to_device_ratio": 4}
+SYSTEMS: dict[str, dict[str, Any] | None] = {
+    "plain": None,
+    "ours": CONFIG,
+    "ours_elastic": CONFIG | {"elastic_border": True},
+}
+PROMPT_TOKENS, WARM_UP = 500, 160
+CHUNK_BYTES = 1 << 14  # of the twin of virtual memory: rows of the harness's model are small
+
+
+def measure(system: str, num_requests: int, iterations: int) -> float:
+    """Median microseconds of an iteration in which `num_requests` requests decode, and nothing else happens."""
+    import numpy as np
+    import torch
+    from harness.engine import make_scheduler
+    from sglang.srt.environ import envs
+    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+
+    if system == "ours_elastic":
+        _use_small_chunks()
+    pages = num_requests * (PROMPT_TOKENS + WARM_UP + iterations) // 64 * 2 + 64
+    with make_scheduler(
+        SYSTEMS[system],
+        device_tokens=64 * pages,
+        overlap=True,
+        max_running_requests=64,
+        num_layers=8,
+        index_topk_freq=8,
+        context_length=32768,
+    ) as engine:
+        logits = torch.zeros(num_requests, engine.config.vocab_size)
+        logits[:, 7] = 1.0
+        answer = LogitsProcessorOutput(next_token_logits=logits)
+        engine._check_device_tables = engine._follow_refusals = lambda *args: None
+        engine._device_tables = dict
+        engine.model.check_launched_reads = lambda: None
+        rng = np.random.default_rng(0)
+        for _ in range(num_requests):
+            engine.submit(rng.integers(10, 1000, PROMPT_TOKENS).tolist(), WARM_UP + 2 * iterations)
+        with envs.SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY.override(0):
+            engine.run_until(lambda: engine.num_running() == num_requests)
+            engine.model.forward = lambda *args: answer
+            seconds = []
+            for _ in range(WARM_UP + iterations):
+                began = time.perf_counter()
+                engine._one_iteration()
+                seconds.append(time.perf_counter() - began)
+            if engine.num_running() != num_requests:
+                raise RuntimeError(f"{engine.num_running()} of {num_requests} requests still decode")
+        return 1e6 * statistics.median(seconds[WARM_UP:])
+
+
+def _use_small_chunks() -> None:
+    from sglang_hisparse import capacity
+    from sglang_hisparse.memory import elastic, pool
+    from sglang_hisparse.memory.virtual_memory import HostTwin
+
+    elastic.memory_of = pool.memory_of = lambda device: HostTwin(CHUNK_BYTES)
+    capacity.elastic_plan = lambda plan, cap: plan
+
+
+def _child(answers: Any, *given: Any) -> None:
+    answers.put(measure(*given))
+    answers.close()
+    answers.join_thread()
+    sys.stdout.flush()
+    os._exit(0)  # requests are still running: nothing is to be wound up
+
+
+def measure_apart(system: str, num_requests: int, iterations: int) -> float:
+    """The same in a process of its own: hooks stay in a process for good, and plain SGLang has none."""
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    child = context.Process(target=_child, args=(answers, system, num_requests, iterations))
+    child.start()
+    try:
+        return answers.get(timeout=300)
+    finally:
+        child.terminate()
+        child.join()
+
+
+def table(rows: list[dict[str, Any]]) -> Any:
+    """Medians, and what they are of plain's."""
+    from rich.table import Table
+
+    shown = Table("requests", *SYSTEMS, title="microseconds of an iteration of the scheduler, a decode step each")
+    for count in dict.fromkeys(row["requests"] for row in rows):
+        best = {row["system"]: row["us"] for row in rows if row["requests"] == count}
+        cells = [f"{us:.0f} ({us / best['plain']:.2f})" if "plain" in best else f"{us:.0f}" for us in best.values()]
+        shown.add_row(str(count), *cells)
+    return shown
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 16], metavar="N", help="requests that decode at once")
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
+    parser.add_argument("--iterations", type=int, default=1500)
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each, one system after the other; the least median counts")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    args = parser.parse_args(argv)
+    from rich.console import Console
+
+    medians: dict[tuple[int, str], list[float]] = {}
+    for _ in range(args.repeats):
+        for count in args.requests:
+            for system in args.systems:
+                medians.setdefault((count, system), []).append(measure_apart(system, count, args.iterations))
+    rows = [
+        {"requests": count, "system": system, "us": round(min(runs), 1), "runs_us": [round(run, 1) for run in runs]}
+        for (count, system), runs in medians.items()
+    ]
+    Console().print(table(rows))
+    if args.json:
+        head = {"commit": current_commit(), "command": "python3 scripts/bench_scheduler.py", "cpus": os.cpu_count()}
+        import sglang
+
+        site = str(Path(sglang.__path__[0]).parent)
+        write_json(args.json, head | {"versions": versions(site), "iterations": args.iterations, "rows": rows})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
