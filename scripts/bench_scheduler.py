@@ -2,8 +2,9 @@
 """The scheduler's thread in a decode step: SGLang's own scheduler, plain and with this package, without a GPU.
 
 Drives the harness of tests/harness: real Scheduler, pools, allocator, radix tree, coordinator; the model's forward and the attention
-backend cost next to nothing, so an iteration is what the CPU has to do for it but for calls of the CUDA driver. The parts whose
-CPU form works more than their GPU form are left out: the harness's judgement of rows and SGLang's leak check after each step.
+backend cost next to nothing, so an iteration is what the CPU has to do for it but for calls of the CUDA driver. Left out for all alike: the
+harness's judgement of rows and SGLang's leak check after each step. Not in it, since a CPU pool has none: the admission gate, whose look comes
+every 32 decode steps, events of copies, and the counter samples' launches. Requests begin their pages in different steps, evenly spread.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
+import queue
+import shlex
 import statistics
 import sys
 import time
@@ -28,12 +31,13 @@ SYSTEMS: dict[str, dict[str, Any] | None] = {
     "ours": CONFIG,
     "ours_elastic": CONFIG | {"elastic_border": True},
 }
-PROMPT_TOKENS, WARM_UP = 500, 160
+PROMPT_TOKENS, PAGE_TOKENS, WARM_UP = 500, 64, 160
 CHUNK_BYTES = 1 << 14  # of the twin of virtual memory: rows of the harness's model are small
 
 
-def measure(system: str, num_requests: int, iterations: int) -> float:
-    """Median microseconds of an iteration in which `num_requests` requests decode, and nothing else happens."""
+def measure(system: str, num_requests: int, iterations: int) -> dict[str, float]:
+    """Microseconds of an iteration in which `num_requests` requests decode, and nothing else happens: median and mean; the share of
+    decode steps in which the package looked at nothing (0 for plain)."""
     import numpy as np
     import torch
     from harness.engine import make_scheduler
@@ -42,7 +46,7 @@ def measure(system: str, num_requests: int, iterations: int) -> float:
 
     if system == "ours_elastic":
         _use_small_chunks()
-    pages = num_requests * (PROMPT_TOKENS + WARM_UP + iterations) // 64 * 2 + 64
+    pages = num_requests * (PROMPT_TOKENS + PAGE_TOKENS + WARM_UP + iterations) // 64 * 2 + 64
     with make_scheduler(
         SYSTEMS[system],
         device_tokens=64 * pages,
@@ -59,19 +63,26 @@ def measure(system: str, num_requests: int, iterations: int) -> float:
         engine._device_tables = dict
         engine.model.check_launched_reads = lambda: None
         rng = np.random.default_rng(0)
-        for _ in range(num_requests):
-            engine.submit(rng.integers(10, 1000, PROMPT_TOKENS).tolist(), WARM_UP + 2 * iterations)
+        for number in range(num_requests):
+            length = PROMPT_TOKENS + PAGE_TOKENS * number // num_requests
+            engine.submit(rng.integers(10, 1000, length).tolist(), WARM_UP + 2 * iterations)
         with envs.SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY.override(0):
             engine.run_until(lambda: engine.num_running() == num_requests)
             engine.model.forward = lambda *args: answer
-            seconds = []
+            seconds, quiet = [], 0
             for _ in range(WARM_UP + iterations):
                 began = time.perf_counter()
                 engine._one_iteration()
                 seconds.append(time.perf_counter() - began)
+                quiet += engine.coordinator is not None and engine.coordinator.decode_steps.is_quiet
             if engine.num_running() != num_requests:
                 raise RuntimeError(f"{engine.num_running()} of {num_requests} requests still decode")
-        return 1e6 * statistics.median(seconds[WARM_UP:])
+        timed = seconds[WARM_UP:]
+        return {
+            "median_us": 1e6 * statistics.median(timed),
+            "mean_us": 1e6 * statistics.fmean(timed),
+            "quiet_share": quiet / len(seconds),
+        }
 
 
 def _use_small_chunks() -> None:
@@ -91,28 +102,37 @@ def _child(answers: Any, *given: Any) -> None:
     os._exit(0)  # requests are still running: nothing is to be wound up
 
 
-def measure_apart(system: str, num_requests: int, iterations: int) -> float:
+def measure_apart(system: str, num_requests: int, iterations: int) -> dict[str, float]:
     """The same in a process of its own: hooks stay in a process for good, and plain SGLang has none."""
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
     child = context.Process(target=_child, args=(answers, system, num_requests, iterations))
     child.start()
     try:
-        return answers.get(timeout=300)
+        for _ in range(300):
+            try:
+                return answers.get(timeout=1.0)
+            except queue.Empty:
+                if not child.is_alive() and child.exitcode:
+                    break
+        raise RuntimeError(f"{system} with {num_requests} requests gave no figure (exit status {child.exitcode})")
     finally:
         child.terminate()
         child.join()
 
 
 def table(rows: list[dict[str, Any]]) -> Any:
-    """Medians, and what they are of plain's."""
+    """Medians and means, and what they are of plain's."""
     from rich.table import Table
 
-    shown = Table("requests", *SYSTEMS, title="microseconds of an iteration of the scheduler, a decode step each")
+    systems = [system for system in SYSTEMS if any(row["system"] == system for row in rows)]
+    shown = Table("requests", "", *systems, title="microseconds of an iteration of the scheduler, a decode step each")
     for count in dict.fromkeys(row["requests"] for row in rows):
-        best = {row["system"]: row["us"] for row in rows if row["requests"] == count}
-        cells = [f"{us:.0f} ({us / best['plain']:.2f})" if "plain" in best else f"{us:.0f}" for us in best.values()]
-        shown.add_row(str(count), *cells)
+        of = {row["system"]: row for row in rows if row["requests"] == count}
+        for kind in ("median_us", "mean_us"):
+            plain = of.get("plain", {}).get(kind)
+            cells = [f"{of[name][kind]:.0f}" + (f" ({of[name][kind] / plain:.2f})" if plain else "") for name in systems]
+            shown.add_row(str(count), kind[:-3], *cells)
     return shown
 
 
@@ -121,23 +141,25 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 16], metavar="N", help="requests that decode at once")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     parser.add_argument("--iterations", type=int, default=1500)
-    parser.add_argument("--repeats", type=int, default=3, help="runs of each, one system after the other; the least median counts")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each, one system after the other; the least counts")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args(argv)
     from rich.console import Console
 
-    medians: dict[tuple[int, str], list[float]] = {}
+    measured: dict[tuple[int, str], list[dict[str, float]]] = {}
     for _ in range(args.repeats):
         for count in args.requests:
             for system in args.systems:
-                medians.setdefault((count, system), []).append(measure_apart(system, count, args.iterations))
+                measured.setdefault((count, system), []).append(measure_apart(system, count, args.iterations))
     rows = [
-        {"requests": count, "system": system, "us": round(min(runs), 1), "runs_us": [round(run, 1) for run in runs]}
-        for (count, system), runs in medians.items()
+        {"requests": count, "system": system}
+        | {kind: round(min(run[kind] for run in runs), 1) for kind in ("median_us", "mean_us")}
+        | {"quiet_share": round(runs[0]["quiet_share"], 3), "runs_median_us": [round(run["median_us"], 1) for run in runs]}
+        for (count, system), runs in measured.items()
     ]
     Console().print(table(rows))
     if args.json:
-        head = {"commit": current_commit(), "command": "python3 scripts/bench_scheduler.py", "cpus": os.cpu_count()}
+        head = {"commit": current_commit(), "command": f"python3 scripts/bench_scheduler.py {shlex.join(argv or sys.argv[1:])}", "cpus": os.cpu_count()}
         import sglang
 
         site = str(Path(sglang.__path__[0]).parent)

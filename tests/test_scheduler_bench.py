@@ -17,9 +17,11 @@ def test_it_measures_and_records(tmp_path: pathlib.Path, capsys: pytest.CaptureF
     argv = ["--requests", "2", "--systems", "plain", "ours", "--iterations", "70", "--repeats", "1", "--json", str(file)]
     assert bench_scheduler.main(argv) == 0
     document = json.loads(file.read_text())
-    us = {row["system"]: row["us"] for row in document["rows"]}
+    us = {row["system"]: row["median_us"] for row in document["rows"]}
+    shares = {row["system"]: row["quiet_share"] for row in document["rows"]}
+    assert shares["plain"] == 0 and 0.9 < shares["ours"] < 1
     assert set(us) == {"plain", "ours"} and all(50 < value < 50_000 for value in us.values())
-    assert document["versions"]["sglang"] and document["iterations"] == 70
+    assert document["versions"]["sglang"] and document["iterations"] == 70 and "--requests 2" in document["command"]
     printed = capsys.readouterr().out
     assert "(1.00)" in printed and f"({us['ours'] / us['plain']:.2f})" in printed
 

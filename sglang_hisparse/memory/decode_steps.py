@@ -34,7 +34,7 @@ class DecodeSteps:
         # Held, so that no other tensor can be taken for it; the length says that no step has gone by unseen.
         self.is_quiet = self._num_quiet > 0 and rows is self._rows and batch.reqs[0].kv.kv_allocated_len == self._allocated
         if not self.is_quiet:
-            self._rows, self.slots = rows, rows.numpy()
+            self._rows, self.slots, self._num_quiet = rows, rows.numpy(), 0
 
     def end(self, batch: Any) -> Launch:
         """It has; the batch's lengths do not count the new tokens yet."""
@@ -43,9 +43,10 @@ class DecodeSteps:
             self._allocated += 1
             return self._launch
         lengths = batch.seq_lens_cpu.numpy()
-        # A request fills a page when it ends on one's last row, and begins one in the step after.
-        self._num_quiet = self._page_size - 2 - int((lengths % self._page_size).max(initial=-1))
-        self._allocated = batch.reqs[0].kv.kv_allocated_len if batch.reqs else -1
+        if len(lengths):
+            # A request fills a page when it ends on one's last row, and begins one in the step after.
+            self._num_quiet = self._page_size - 2 - int((lengths % self._page_size).max())
+            self._allocated = batch.reqs[0].kv.kv_allocated_len
         self._launch = self._quiet_launch()
         return Launch(self.slots, lengths + 1, self._all_end[: len(lengths)], is_extend=False)
 

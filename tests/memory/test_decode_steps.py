@@ -14,9 +14,8 @@ pytest.importorskip("sglang")
 
 from harness.engine import Engine
 from harness.fake_model import WrongRowError
-from harness.hisparse import PAGE, engine_for, finish, submit
+from harness.hisparse import engine_for, finish, submit
 
-from sglang_hisparse.errors import InvariantError
 from sglang_hisparse.memory.decode_steps import DecodeSteps
 
 
@@ -51,9 +50,6 @@ def test_quiet_steps_are_those_that_change_no_page(lengths: list[int], page: int
         assert launch.changes_pages is not steps.is_quiet and not launch.is_extend
         if launch.changes_pages:
             assert launch.seq_lens.tolist() == batch.seq_lens_cpu.tolist() and launch.prefill_ends.all()
-            was_looked_at = True
-        else:
-            assert was_looked_at
         assert steps.slots.tolist() == batch.req_pool_indices_cpu.tolist()
         if number and not changes:
             # The step after one that fills a page begins one; the one after that has been looked at.
@@ -73,8 +69,21 @@ def test_another_batch_is_looked_at() -> None:
     assert one_step(steps, batch).slots.tolist() == [2]
     batch.reqs[0].kv.kv_allocated_len += 1
     assert one_step(steps, batch).changes_pages and not one_step(steps, batch).changes_pages
-    assert one_step(steps, batch_of([])).changes_pages
+    empty = batch_of([])
+    assert one_step(steps, empty).changes_pages and one_step(steps, empty).changes_pages
     assert one_step(steps, batch).changes_pages
+
+
+def test_a_batch_whose_allocation_failed_is_looked_at_again() -> None:
+    """Goal: what is known of the batch before is not taken for one that was begun and not ended. Method: a batch of equal first
+    length, whose second request fills its page, begun twice."""
+    steps, other = DecodeSteps(64, 8), batch_of([5, 63])
+    for _ in range(2):
+        one_step(steps, batch := batch_of([5, 9]))
+    other.reqs[0].kv.kv_allocated_len = batch.reqs[0].kv.kv_allocated_len
+    steps.begin(other)
+    assert not steps.is_quiet
+    assert one_step(steps, other).changes_pages
 
 
 class Decisions:
@@ -128,10 +137,16 @@ def test_a_scheduler_decides_the_same(lengths: list[int], overlap: bool) -> None
 
 
 def test_a_step_too_many_is_found() -> None:
-    """Goal: the harness sees a page that was begun unseen. Method: one quiet step more than there are."""
+    """Goal: the harness sees a page that was filled or begun unseen. Method: two quiet steps more than there are."""
     with engine_for(device_pages=24, ratio=4, hot_pages=2) as engine:
-        steps = engine.coordinator.decode_steps
-        steps._page_size = PAGE + 2
+        steps, end = engine.coordinator.decode_steps, engine.coordinator.decode_steps.end
+
+        def one_more(batch: Any) -> Any:
+            was_quiet, launch = steps.is_quiet, end(batch)
+            steps._num_quiet += 0 if was_quiet else 2
+            return launch
+
+        steps.end = one_more
         submit(engine, [500], 150)
-        with pytest.raises((WrongRowError, InvariantError, AssertionError, RuntimeError)):
+        with pytest.raises(WrongRowError, match="index-K|row"):
             finish(engine)
