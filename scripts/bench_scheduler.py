@@ -10,9 +10,9 @@ every 32 decode steps, events of copies, and the counter samples' launches. Requ
 from __future__ import annotations
 
 import argparse
-import multiprocessing
+import contextlib
+import json
 import os
-import queue
 import shlex
 import statistics
 import sys
@@ -23,6 +23,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts")]
 
+from child_process import run_python
 from serving.results import current_commit, versions, write_json
 
 CONFIG = {"top_k": 128, "device_buffer_size": 256, "host_to_device_ratio": 4}
@@ -31,8 +32,7 @@ SYSTEMS: dict[str, dict[str, Any] | None] = {
     "ours": CONFIG,
     "ours_elastic": CONFIG | {"elastic_border": True},
 }
-PROMPT_TOKENS, PAGE_TOKENS, WARM_UP = 500, 64, 160
-CHUNK_BYTES = 1 << 14  # of the twin of virtual memory: rows of the harness's model are small
+PROMPT_TOKENS, WARM_UP = 500, 160
 
 
 def measure(system: str, num_requests: int, iterations: int) -> dict[str, float]:
@@ -41,21 +41,14 @@ def measure(system: str, num_requests: int, iterations: int) -> dict[str, float]
     import numpy as np
     import torch
     from harness.engine import make_scheduler
+    from harness.hisparse import PAGE, small_chunks
     from sglang.srt.environ import envs
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
-    if system == "ours_elastic":
-        _use_small_chunks()
-    pages = num_requests * (PROMPT_TOKENS + PAGE_TOKENS + WARM_UP + iterations) // 64 * 2 + 64
-    with make_scheduler(
-        SYSTEMS[system],
-        device_tokens=64 * pages,
-        overlap=True,
-        max_running_requests=64,
-        num_layers=8,
-        index_topk_freq=8,
-        context_length=32768,
-    ) as engine:
+    pages = num_requests * (PROMPT_TOKENS + PAGE + WARM_UP + iterations) // PAGE * 2 + 64
+    sizes = {"device_tokens": PAGE * pages, "max_running_requests": 64, "num_layers": 8, "index_topk_freq": 8}
+    chunks = small_chunks if system == "ours_elastic" else contextlib.nullcontext
+    with chunks(), make_scheduler(SYSTEMS[system], overlap=True, context_length=32768, **sizes) as engine:
         logits = torch.zeros(num_requests, engine.config.vocab_size)
         logits[:, 7] = 1.0
         answer = LogitsProcessorOutput(next_token_logits=logits)
@@ -64,7 +57,7 @@ def measure(system: str, num_requests: int, iterations: int) -> dict[str, float]
         engine.model.check_launched_reads = lambda: None
         rng = np.random.default_rng(0)
         for number in range(num_requests):
-            length = PROMPT_TOKENS + PAGE_TOKENS * number // num_requests
+            length = PROMPT_TOKENS + PAGE * number // num_requests
             engine.submit(rng.integers(10, 1000, length).tolist(), WARM_UP + 2 * iterations)
         with envs.SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY.override(0):
             engine.run_until(lambda: engine.num_running() == num_requests)
@@ -85,40 +78,12 @@ def measure(system: str, num_requests: int, iterations: int) -> dict[str, float]
         }
 
 
-def _use_small_chunks() -> None:
-    from sglang_hisparse import capacity
-    from sglang_hisparse.memory import elastic, pool
-    from sglang_hisparse.memory.virtual_memory import HostTwin
-
-    elastic.memory_of = pool.memory_of = lambda device: HostTwin(CHUNK_BYTES)
-    capacity.elastic_plan = lambda plan, cap: plan
-
-
-def _child(answers: Any, *given: Any) -> None:
-    answers.put(measure(*given))
-    answers.close()
-    answers.join_thread()
-    sys.stdout.flush()
-    os._exit(0)  # requests are still running: nothing is to be wound up
-
-
 def measure_apart(system: str, num_requests: int, iterations: int) -> dict[str, float]:
-    """The same in a process of its own: hooks stay in a process for good, and plain SGLang has none."""
-    context = multiprocessing.get_context("spawn")
-    answers = context.Queue()
-    child = context.Process(target=_child, args=(answers, system, num_requests, iterations))
-    child.start()
-    try:
-        for _ in range(300):
-            try:
-                return answers.get(timeout=1.0)
-            except queue.Empty:
-                if not child.is_alive() and child.exitcode:
-                    break
-        raise RuntimeError(f"{system} with {num_requests} requests gave no figure (exit status {child.exitcode})")
-    finally:
-        child.terminate()
-        child.join()
+    """The same in an interpreter of its own: hooks stay in a process for good, and plain SGLang has none."""
+    code = f"import json, bench_scheduler; print(json.dumps(bench_scheduler.measure({system!r}, {num_requests}, {iterations})))"
+    paths = os.pathsep.join([str(ROOT / "scripts"), str(ROOT / "tests")])
+    printed = run_python(f"import sys; sys.path[:0] = {paths!r}.split({os.pathsep!r}); {code}")
+    return json.loads(next(line for line in reversed(printed.splitlines()) if line.startswith("{")))
 
 
 def table(rows: list[dict[str, Any]]) -> Any:
@@ -159,11 +124,11 @@ def main(argv: list[str] | None = None) -> int:
     ]
     Console().print(table(rows))
     if args.json:
-        head = {"commit": current_commit(), "command": f"python3 scripts/bench_scheduler.py {shlex.join(argv or sys.argv[1:])}", "cpus": os.cpu_count()}
         import sglang
 
-        site = str(Path(sglang.__path__[0]).parent)
-        write_json(args.json, head | {"versions": versions(site), "iterations": args.iterations, "rows": rows})
+        command = f"python3 scripts/bench_scheduler.py {shlex.join(argv or sys.argv[1:])}"
+        head = {"commit": current_commit(), "command": command, "cpus": os.cpu_count(), "iterations": args.iterations}
+        write_json(args.json, head | {"versions": versions(str(Path(sglang.__path__[0]).parent)), "rows": rows})
     return 0
 
 

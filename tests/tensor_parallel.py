@@ -140,13 +140,10 @@ def a_border_seen_at_two_speeds(rank: int, port: int, trace: Trace, *, agreed: b
 
     agreed False: each rank goes on by what it has seen itself, which must be seen to part the ranks.
     """
-    from sglang_hisparse import capacity
-    from sglang_hisparse.memory import pool
-    from sglang_hisparse.memory.virtual_memory import HostTwin
+    from harness.hisparse import small_chunks
 
     with (
-        mock.patch.object(pool, "memory_of", lambda device: HostTwin(1 << 14)),
-        mock.patch.object(capacity, "elastic_plan", lambda plan, cap: plan),
+        small_chunks(),
         engine_of(rank, port, {"elastic_border": True}, device_tokens=32 * PAGE, num_layers=8, index_topk_freq=8) as engine,
     ):
         border, seen = engine.coordinator.border, np.random.default_rng(rank)

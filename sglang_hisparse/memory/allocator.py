@@ -187,7 +187,7 @@ class HiSparseAllocator(HiSparseTokenToKVPoolAllocator):
         steps = self.runtime.decode_steps
         if steps.is_quiet or ((positions := seq_lens_cpu.numpy() - 1) % self.page_size).all():
             return last_loc + self._one  # each in the page of the token before: nothing to look up or to send
-        slots, book = np.asarray(steps.slots, dtype=np.int64), self.residency.book
+        slots, book = steps.slots, self.residency.book
         index, lengths = positions // self.page_size, positions + 1
         # Most decode steps need no page.
         if np.count_nonzero(index >= book.num_pages[slots]) and not self._append_pages(slots, lengths):

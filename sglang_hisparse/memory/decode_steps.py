@@ -26,7 +26,7 @@ class DecodeSteps:
         self._rows: Any = None  # SGLang's tensor of `slots`: it makes a new one whenever the batch changes
         self._allocated = -1  # tokens of the first request after the last step
         self._num_quiet = 0  # steps to come in which no request begins or fills a page
-        self._launch = self._quiet_launch()
+        self._quiet_launch: Launch  # of such a step
 
     def begin(self, batch: Any) -> None:
         """SGLang allocates the next token of each request of `batch`."""
@@ -34,21 +34,20 @@ class DecodeSteps:
         # Held, so that no other tensor can be taken for it; the length says that no step has gone by unseen.
         self.is_quiet = self._num_quiet > 0 and rows is self._rows and batch.reqs[0].kv.kv_allocated_len == self._allocated
         if not self.is_quiet:
-            self._rows, self.slots, self._num_quiet = rows, rows.numpy(), 0
+            self._num_quiet = 0
+        if rows is not self._rows:
+            self._rows, self.slots = rows, rows.numpy()
+            self._quiet_launch = Launch(self.slots, (), (), is_extend=False, changes_pages=False)
 
     def end(self, batch: Any) -> Launch:
         """It has; the batch's lengths do not count the new tokens yet."""
         if self.is_quiet:
             self._num_quiet -= 1
             self._allocated += 1
-            return self._launch
+            return self._quiet_launch
         lengths = batch.seq_lens_cpu.numpy()
         if len(lengths):
             # A request fills a page when it ends on one's last row, and begins one in the step after.
             self._num_quiet = self._page_size - 2 - int((lengths % self._page_size).max())
             self._allocated = batch.reqs[0].kv.kv_allocated_len
-        self._launch = self._quiet_launch()
         return Launch(self.slots, lengths + 1, self._all_end[: len(lengths)], is_extend=False)
-
-    def _quiet_launch(self) -> Launch:
-        return Launch(self.slots, (), (), is_extend=False, changes_pages=False)

@@ -5,16 +5,34 @@ Called by the tests of life cycle, pressure and faults, and by the soak. A test 
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
+from sglang_hisparse import capacity
 from sglang_hisparse.faults import FaultPlan
+from sglang_hisparse.memory import pool
+from sglang_hisparse.memory.virtual_memory import HostTwin
 
 from .checks import assert_no_request_left, assert_pools_empty, used_host_tier
 from .engine import Engine, Handle, make_scheduler
 
 PAGE = 64
+CHUNK_BYTES = 1 << 14
+
+
+@contextlib.contextmanager
+def small_chunks() -> Iterator[None]:
+    """Chunks of 16 KiB for engines with a moving border: rows of the harness's model are small too. The plan of a server is made for
+    chunks of 2 MiB, so here it is that of a fixed border, whose ratio is the pool's."""
+    with (
+        mock.patch.object(pool, "memory_of", lambda device: HostTwin(CHUNK_BYTES)),
+        mock.patch.object(capacity, "elastic_plan", lambda plan, cap: plan),
+    ):
+        yield
 
 
 def engine_for(

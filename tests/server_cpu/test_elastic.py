@@ -7,6 +7,7 @@ host copies run as late as they may.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,25 +17,16 @@ pytest.importorskip("sglang")
 
 from harness.checks import assert_outputs, assert_prefix_of_reference, assert_residency_sound
 from harness.engine import Engine
-from harness.hisparse import PAGE, engine_for, finish, submit
+from harness.hisparse import PAGE, engine_for, finish, small_chunks, submit
 from harness.scenarios import random_life
-
-from sglang_hisparse.memory import elastic
-from sglang_hisparse.memory.virtual_memory import HostTwin
 
 LOOPS = pytest.mark.parametrize("overlap", [False, True], ids=["plain-loop", "overlap-loop"])
 
 
 @pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of 16 KiB: rows of the harness's model are small too. The plan of a server is made for chunks of 2 MiB, so here it
-    is that of a fixed border, whose ratio is the pool's."""
-    monkeypatch.setattr(elastic, "memory_of", lambda device: HostTwin(1 << 14))
-    from sglang_hisparse import capacity
-    from sglang_hisparse.memory import pool
-
-    monkeypatch.setattr(pool, "memory_of", lambda device: HostTwin(1 << 14))
-    monkeypatch.setattr(capacity, "elastic_plan", lambda plan, cap: plan)
+def _small_chunks() -> Iterator[None]:
+    with small_chunks():
+        yield
 
 
 def elastic_engine(**changes: Any) -> Any:
