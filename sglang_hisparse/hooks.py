@@ -23,6 +23,7 @@ from sglang_hisparse.runtime import HiSparseRuntime
 from sglang_hisparse.shutdown import with_shutdown
 from sglang_hisparse.sync_debug import no_device_sync
 from sglang_hisparse.transfer.attention_windows import around_flashmla_kv, around_flashmla_sparse
+from sglang_hisparse.transfer.decode_graphs import around_init_cuda_graph_state
 from sglang_hisparse.transfer.decode_top_k import TopKTap
 from sglang_hisparse.transfer.index_scores import ScoreTap
 from sglang_hisparse.validation import validate_server_args
@@ -326,6 +327,12 @@ HOOKS: tuple[Hook, ...] = (
         "AROUND",
         around_flashmla_kv,
         "the same for fp8 rows",
+    ),
+    Hook(
+        "layers.attention.dsa_backend.DeepseekSparseAttnBackend.init_cuda_graph_state",
+        "AROUND",
+        around_init_cuda_graph_state,
+        "decode graphs need no page table of single rows: all that they read is in the table of pages (R3)",
     ),
     Hook(
         "managers.scheduler.Scheduler.__init__",
