@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sglang_hisparse.config import ResolvedConfig
-from sglang_hisparse.elastic_layout import elastic_plan
+from sglang_hisparse.elastic_layout import decide_border
 from sglang_hisparse.layout import MAX_SCRATCH_SHARE, HotShape, KVShape, MemoryPlan, pages_for, plan_memory
 from sglang_hisparse.validation import check_host_memory
 
@@ -208,14 +208,15 @@ def decide_plan(
     host_pool_bytes: int | None = None,
     max_device_tokens: int | None = None,
     scratch_tokens: int = 0,
-    elastic: bool = False,
+    elastic: bool | None = False,
+    obstacle: str | None = None,
 ) -> MemoryPlan:
     """The plan that a server makes at start: a given ratio is kept or refused, only host_pool_bytes may shrink it.
 
     device_bytes: GPU memory of one rank for the cache. host_bytes: what each of the machine's `ranks` may pin.
     host_pool_bytes: the user's cap on that. max_device_tokens: the user's cap on the device pool. scratch_tokens: see the
-    function of that name; less is planned where no request can be that long. elastic: the border between KV and index-K
-    moves. Raises ConfigError.
+    function of that name; less is planned where no request can be that long. elastic, obstacle: whether the
+    border between KV and index-K moves, and what is in its way (decide_border). Raises ConfigError.
     """
     scratch = scratch_tokens
 
@@ -243,4 +244,4 @@ def decide_plan(
     if scratch > planned.logical_tokens:
         scratch = planned.logical_tokens
         planned = plan(ratio, host_bytes, host_pool_bytes)
-    return elastic_plan(planned, max_device_tokens) if elastic else planned
+    return decide_border(planned, elastic, obstacle=obstacle, max_device_tokens=max_device_tokens)

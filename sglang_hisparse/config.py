@@ -93,14 +93,18 @@ class HiSparseConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         ]
         | None
     ) = None
-    elastic_border: Annotated[
-        bool,
-        KeyText(
-            "",
-            "begin with as many tokens on the GPU as without a host tier; memory moves from KV to index-K, 2 MiB at a time, as "
-            "more tokens are cached than fit on the GPU, down to what host_to_device_ratio gives",
-        ),
-    ] = False
+    elastic_border: (
+        Annotated[
+            bool,
+            KeyText(
+                "",
+                "begin with as many tokens on the GPU as without a host tier; memory moves from KV to index-K, 2 MiB at a time, as "
+                "more tokens are cached than fit on the GPU, down to what host_to_device_ratio gives; true where that cannot be ends the start",
+                "true where that can be and gains tokens, else false",
+            ),
+        ]
+        | None
+    ) = None
     residency: Annotated[
         ResidencyMode,
         KeyText(
@@ -301,7 +305,7 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedConfig:
-    """Settings for one model, nothing left open but the ratio (None: derive it from host memory while sizing).
+    """Settings for one model, nothing left open but the ratio (None: derive it from host memory while sizing) and the border.
 
     top_k, device_buffer_size in rows; page_size in tokens; watermarks as fractions of the device pages.
     """
@@ -326,7 +330,7 @@ class ResolvedConfig:
     union_extend_tokens: int = 128
     eviction: Eviction = Eviction.LRU
     admission: Admission = Admission.THROUGHPUT
-    elastic_border: bool = False
+    elastic_border: bool | None = None  #: None: sizing decides
 
     @property
     def hot_pages(self) -> int:

@@ -1,6 +1,6 @@
-"""Byte arithmetic of a border between KV and index-K that moves: chunks, places of the border, the plan that starts from it.
+"""A border between KV and index-K that moves: whether it does, chunks, places of the border, the plan that starts from it.
 
-Called by capacity.py for the plan of a server and by memory/elastic.py for the pool itself. Like layout.py it imports neither
+Called by capacity.py for the plan of a server, by validation, and by memory/ for the pool itself. Like layout.py it imports neither
 torch nor SGLang.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from sglang_hisparse.config_text import refuse
 from sglang_hisparse.errors import ConfigError
 from sglang_hisparse.layout import GIB, KVShape, MemoryPlan, describe_plan, least_device_tokens, pages_for
 from sglang_hisparse.residency import BorderStep, border_steps
@@ -63,6 +64,46 @@ class ElasticShape:
                 f"pages, not of {self.logical_pages}; allowed: false, or a smaller host_to_device_ratio"
             )
         return steps
+
+
+def pool_obstacle(*, saves_memory: bool, has_custom_pool: bool) -> str | None:
+    """What the border cannot do for flags alone, None: nothing is in its way. saves_memory: --enable-memory-saver."""
+    if saves_memory or has_custom_pool:
+        return "cannot be combined with --enable-memory-saver or a custom memory pool"
+    return None
+
+
+def check_border(wanted: bool | None, obstacle: str | None) -> None:
+    """Raise ConfigError where `elastic_border: true` meets an obstacle, such as `pool_obstacle` names."""
+    if wanted and obstacle is not None:
+        refuse("elastic_border", True, obstacle, "null, or false")
+
+
+def decide_border(
+    fixed: MemoryPlan, wanted: bool | None, *, obstacle: str | None = None, max_device_tokens: int | None = None
+) -> MemoryPlan:
+    """The plan of a server whose settings say `elastic_border: wanted`: `fixed`, or the one that ends there.
+
+    This is the one place that decides what None becomes: the border moves where nothing is in its way, its end holds a request, and it
+    begins with more device tokens than `fixed` has. It does not where these have room beside index-K of all logical tokens, as with
+    ratio 1 or a low --max-total-tokens. Else `fixed_because` of the plan says why not. True is taken at its word: ConfigError where it
+    cannot be. The answer follows from the arguments alone, which must be equal on all ranks (R30).
+    """
+    if wanted is False:
+        return fixed
+    check_border(wanted, obstacle)
+    if obstacle is not None:
+        return replace(fixed, fixed_because=f"it {obstacle}")
+    try:
+        plan = elastic_plan(fixed, max_device_tokens)
+    except ConfigError as error:
+        if wanted:
+            raise
+        why = str(error).removeprefix("elastic_border: ").split("; allowed:")[0]
+        return replace(fixed, fixed_because=why)
+    if wanted is None and plan.device_tokens <= fixed.device_tokens:
+        return replace(fixed, fixed_because=f"{fixed.device_tokens} tokens fit on the GPU beside index-K of all {fixed.logical_tokens}")
+    return plan
 
 
 def elastic_plan(fixed: MemoryPlan, max_device_tokens: int | None = None) -> MemoryPlan:

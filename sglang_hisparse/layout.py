@@ -166,6 +166,7 @@ class MemoryPlan:
     host_budget_bytes: int
     scratch_tokens: int = 0  #: longest prefill that can be streamed; 0: none is
     border: tuple[BorderStep, ...] = ()  #: where it may stand, in pages; at start as described here; empty: it does not move
+    fixed_because: str | None = None  #: why it does not, where the settings leave it open (elastic_layout.decide_border)
 
     @property
     def least_device_tokens(self) -> int:

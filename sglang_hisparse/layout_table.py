@@ -39,6 +39,8 @@ def plan_table(plan: MemoryPlan) -> Table:
     if plan.border:
         end = f"{plan.least_device_tokens} + {plan.logical_tokens} tokens"
         table.add_row("GPU", "KV + index-K when all logical tokens are in use", end, "the same")
+    elif plan.fixed_because is not None:
+        table.caption = f"elastic_border is off, since {plan.fixed_because}"
     table.add_section()
     table.add_row("GPU", "total", f"plain: {plan.plain_tokens} tokens", f"{plan.device_bytes / GIB:.3f}")
     return table

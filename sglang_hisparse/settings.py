@@ -16,6 +16,7 @@ from sglang_hisparse.residency import ResidencyPolicy
 class _State:
     resolved: ResolvedConfig | None = None
     ratio: float | None = None
+    border_moves = False  # as sizing has decided
 
 
 def resolve(model_config: Any) -> ResolvedConfig:
@@ -49,14 +50,21 @@ def ratio() -> float:
     return _State.ratio
 
 
+def fix_border(moves: bool) -> None:
+    """Sizing has decided whether memory moves from KV to index-K; where the setting says it, that stays."""
+    _State.border_moves = moves
+
+
 def elastic_border() -> bool:
-    """Whether memory moves from KV to index-K; no, where nothing was resolved."""
-    return _State.resolved is not None and _State.resolved.elastic_border
+    """Whether memory moves from KV to index-K; no, where nothing was resolved, or nothing decided what was left open."""
+    wanted = None if _State.resolved is None else _State.resolved.elastic_border
+    return _State.border_moves if wanted is None else wanted
 
 
 def reset() -> None:
     """Forget everything: for tests that size pools more than once in a process."""
     _State.resolved = _State.ratio = None
+    _State.border_moves = False
 
 
 def sparse_config() -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 
 from sglang_hisparse.config import DEFAULT_PAGE_SIZE, GIB, ModelFacts, ResolvedConfig, parse_config
 from sglang_hisparse.config_text import refuse
+from sglang_hisparse.elastic_layout import check_border, pool_obstacle
 from sglang_hisparse.index_groups import index_groups
 from sglang_hisparse.recording.writer import check_record_file
 from sglang_hisparse.storage.checks import check_storage
@@ -123,6 +124,7 @@ def validate_server_args(view: Any, original: Callable[[Any], None] | None = Non
     resolved = resolve_settings(view.hisparse_config, model_config, page_size=view.page_size)
     if resolved.record_file is not None:
         check_record_file(Path(resolved.record_file))
+    _check_border(resolved, view)
     check_storage(resolved, radix_cache=not view.disable_radix_cache)
     if original is not None:
         original(_radix_lifted(view))
@@ -182,6 +184,14 @@ def _check_platform(view: Any) -> None:
         refuse(
             "--device", view.device, f"is no NVIDIA GPU here, and {_FLAG} needs its kernels", "cuda on an NVIDIA GPU"
         )
+
+
+def _check_border(resolved: ResolvedConfig, view: Any) -> None:
+    """What needs no look at a GPU; sizing asks the rest."""
+    from sglang.srt.environ import envs
+
+    has_custom_pool = envs.SGLANG_MOONCAKE_CUSTOM_MEM_POOL.get() is not None
+    check_border(resolved.elastic_border, pool_obstacle(saves_memory=view.enable_memory_saver, has_custom_pool=has_custom_pool))
 
 
 def _check_pool_resize(view: Any) -> None:

@@ -346,7 +346,7 @@ def published(**server_args: Any) -> Iterator[None]:
 def make_world(
     sizes: Sizes = Sizes(), *, device: str = "cpu", radix: bool = True, chunk: int | None = None, **config: Any
 ) -> Iterator[World]:
-    """A world, whose host memory is given back at the end. chunk: tokens of the server's prefill chunks. config: further keys
+    """A world with a fixed border, whose host memory is given back at the end. chunk: tokens of the server's prefill chunks. config: further keys
     of --hisparse-config."""
     values = {
         "device_buffer_size": sizes.hot_pages * PAGE,
@@ -354,6 +354,7 @@ def make_world(
         "watermark_low": 0.0,
         "watermark_high": 0.0,
         "promote_mib_per_step": 0,
+        "elastic_border": False,
         **config,
     }
     facts = ModelFacts(index_topk=sizes.top_k, num_layers=sizes.layers, page_size=PAGE)

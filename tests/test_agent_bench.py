@@ -196,7 +196,7 @@ def test_the_elastic_border_begins_with_plains_tokens(tmp_path: pathlib.Path, ca
     assert _bench(tmp_path, "--systems", "ours,ours_elastic", "--plain-tokens", "64000", "--dry-run") == 0
     fixed, elastic, _ = capsys.readouterr().out.splitlines()
     assert "--max-total-tokens 64000" in elastic and '"elastic_border": true' in elastic
-    assert "--max-total-tokens 64000" not in fixed and "elastic_border\"" not in fixed
+    assert "--max-total-tokens 64000" not in fixed and '"elastic_border": false' in fixed
     pools = bench_agent.pools_of(bench_agent.parse_arguments([str(tmp_path), "--out", str(tmp_path), "--commit", "x"]))
     assert pools["ours"].logical_tokens == pools["ours_elastic"].logical_tokens
     assert pools["ours"].gpu_bytes == pools["ours_elastic"].gpu_bytes

@@ -21,8 +21,10 @@ class Answers:
         return None if self._tokens is None else json.dumps({"max_total_num_tokens": self._tokens})
 
 
-def _run(monkeypatch: pytest.MonkeyPatch, out: pathlib.Path, elastic_pages: int, plain: int | None = 64_000) -> int:
-    pools = {"plain": (plain, 0), "ours_elastic": (128_000, elastic_pages), "ours": (128_000, 900)}
+def _run(
+    monkeypatch: pytest.MonkeyPatch, out: pathlib.Path, elastic_pages: int, plain: int | None = 64_000, open_pages: int = 981
+) -> int:
+    pools = {"plain": (plain, 0), "ours_elastic": (128_000, elastic_pages), "ours_open": (128_000, open_pages), "ours": (128_000, 900)}
 
     @contextmanager
     def running(spec: server.ServerSpec, paths: server.Paths, limits: server.Limits, *rest: float) -> Iterator[Answers]:
@@ -44,10 +46,12 @@ def test_two_per_cent_are_the_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: p
     assert found["rows"] == {
         "plain": {"device_tokens": 64_000},
         "ours_elastic": {"device_tokens": 980 * 64, "logical_tokens": 128_000},
+        "ours_open": {"device_tokens": 981 * 64, "logical_tokens": 128_000},
         "ours": {"device_tokens": 900 * 64, "logical_tokens": 128_000},
     }
-    assert found["share_of_plain"] == {"plain": 1.0, "ours_elastic": 0.98, "ours": 0.9}
+    assert found["share_of_plain"] == {"plain": 1.0, "ours_elastic": 0.98, "ours_open": 0.981, "ours": 0.9}
     assert _run(monkeypatch, tmp_path, 979) == 1
+    assert _run(monkeypatch, tmp_path, 980, open_pages=900) == 1, "the default has not turned it on"
     assert _run(monkeypatch, tmp_path, 980, plain=None) == 1
 
 

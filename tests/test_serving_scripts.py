@@ -153,7 +153,8 @@ def test_phases_of_the_comparison_set_what_they_say(tmp_path: pathlib.Path) -> N
         command = server.command_line(spec, paths, server.Limits(), 1)
         configs[phase] = json.loads(command[command.index("--hisparse-config") + 1]) if spec.hisparse else None
     assert configs["plain"] is None and verify_server.PHASES.keys() == verify_server.SPECS.keys()
-    assert configs["ours"] == {"top_k": 2048, "device_buffer_size": 4096, "host_to_device_ratio": 8}
+    assert configs["ours"] == {"top_k": 2048, "device_buffer_size": 4096, "host_to_device_ratio": 8, "elastic_border": False}
+    assert configs["elastic"]["elastic_border"] is True
     assert configs["host"]["residency"] == configs["fault"]["residency"] == "always_host"
     assert configs["pressure"]["watermark_low"] > 0.1
     assert verify_server.SPECS["fault"].env == {"SGLANG_HISPARSE_FAULT": "zero_rows:0.01"}

@@ -270,6 +270,21 @@ def test_a_pool_that_would_be_resized_is_refused(arguments, original, monkeypatc
 
 
 @pytest.mark.usefixtures("on_cuda")
+@pytest.mark.parametrize("how", ["saver", "pool"])
+def test_a_border_that_flags_forbid_ends_the_start_only_where_it_was_asked_for(arguments, original, how: str) -> None:
+    """Goal: the refusal comes before weights, and the default never refuses. Method: the memory saver and a custom pool; three settings."""
+    from sglang.srt.environ import envs
+
+    fields = {"enable_memory_saver": True} if how == "saver" else {}
+    with envs.SGLANG_MOONCAKE_CUSTOM_MEM_POOL.override("NVLINK" if how == "pool" else None):
+        with pytest.raises(ConfigError, match="^elastic_border: true cannot be combined with --enable-memory-saver or a custom"):
+            validate_server_args(arguments('{"elastic_border": true}', **fields), original)
+        for text, kept in (("{}", None), ('{"elastic_border": null}', None), ('{"elastic_border": false}', False)):
+            assert validate_server_args(arguments(text, **fields), original).elastic_border is kept
+    assert validate_server_args(arguments('{"elastic_border": true}'), original).elastic_border is True
+
+
+@pytest.mark.usefixtures("on_cuda")
 def test_settings_are_refused_before_the_model_is_looked_at(original) -> None:
     """Goal: a typo costs no model download. Method: a view without any field beyond the two."""
     view = SimpleNamespace(enable_hisparse=True, hisparse_config='{"topk": 2048}')

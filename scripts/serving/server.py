@@ -94,7 +94,9 @@ def command_line(spec: ServerSpec, paths: Paths, limits: Limits, port: int) -> l
     if limits.tp > 1:
         command += ["--tp-size", str(limits.tp), *TENSOR_PARALLEL_FLAGS]
     if spec.hisparse:
-        command += ["--enable-hisparse", "--hisparse-config", json.dumps(HISPARSE_CONFIG | spec.config)]
+        # Comparisons name the border that they mean; null leaves it open.
+        border = {"elastic_border": False} if spec.plugin else {}
+        command += ["--enable-hisparse", "--hisparse-config", json.dumps(HISPARSE_CONFIG | border | spec.config)]
     if not spec.radix:
         command.append("--disable-radix-cache")
     return command + list(spec.extra_args)

@@ -21,7 +21,7 @@ from sglang.srt.mem_cache.index_key_cache import IndexKeyCache
 from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, unwrap_write_loc
 
 from sglang_hisparse import settings
-from sglang_hisparse.elastic_layout import ElasticShape
+from sglang_hisparse.elastic_layout import ElasticShape, check_border, pool_obstacle
 from sglang_hisparse.errors import ConfigError, InvariantError
 from sglang_hisparse.layout import INDEX_ROW_BYTES, logical_tokens
 from sglang_hisparse.memory.elastic import ElasticMemory, memory_of
@@ -157,8 +157,8 @@ class HiSparsePool(HiSparseDSATokenToKVPool):
         if not settings.elastic_border():
             super()._create_buffers()
             return
-        if self._saves_memory or self.custom_mem_pool:
-            raise ConfigError("elastic_border: true cannot be combined with --enable-memory-saver or a custom memory pool; allowed: false")
+        # Validation and sizing have asked by flags; this is what SGLang has made of them.
+        check_border(True, pool_obstacle(saves_memory=self._saves_memory, has_custom_pool=bool(self.custom_mem_pool)))
         row_bytes = self.kv_cache_dim * self.store_dtype.itemsize
         shape = ElasticShape(
             device_pages=self.size // self.page_size,

@@ -19,10 +19,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.configs.model_config import dsa_layer_skips_topk, get_dsa_index_head_dim, is_deepseek_dsa
+from sglang.srt.environ import envs
 from sglang.srt.mem_cache.host_memory import available_host_memory_bytes
 from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
 from sglang.srt.mem_cache.pool_host.base import HICACHE_HOST_MEMORY_RESERVE_BYTES, ranks_per_host
@@ -40,8 +42,8 @@ from sglang_hisparse.capacity import (
     scratch_tokens,
 )
 from sglang_hisparse.config import ResolvedConfig
-from sglang_hisparse.elastic_layout import with_border
-from sglang_hisparse.errors import InvariantError
+from sglang_hisparse.elastic_layout import pool_obstacle, with_border
+from sglang_hisparse.errors import HiSparseError, InvariantError
 from sglang_hisparse.layout import (
     KVShape,
     MemoryPlan,
@@ -49,6 +51,8 @@ from sglang_hisparse.layout import (
     logical_tokens,
 )
 from sglang_hisparse.memory import replicas
+from sglang_hisparse.memory.elastic import memory_of
+from sglang_hisparse.memory.virtual_memory import probe
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
@@ -85,7 +89,7 @@ def plan_as_built(device_tokens: int, num_slots: int, border: tuple[BorderStep, 
         host_budget_bytes=plan.host_budget_bytes,
         scratch_tokens=plan.scratch_tokens,
     )
-    return with_border(built, border)
+    return replace(with_border(built, border), fixed_because=plan.fixed_because)
 
 
 def planned_scratch_tokens() -> int:
@@ -204,7 +208,30 @@ def make_plan(configurator: KVCacheConfigurator, device_bytes: int, resolved: Re
         max_device_tokens=get_schedule().max_total_tokens,
         scratch_tokens=scratch_tokens(shape, device_bytes, context_tokens, resolved.prefill_scratch_tokens),
         elastic=resolved.elastic_border,
+        obstacle=border_obstacle(configurator.device, resolved.elastic_border),
     )
+
+
+def border_obstacle(device: Any, wanted: bool | None) -> str | None:
+    """What keeps memory of the cache on `device` from moving between KV and index-K on any rank, the same verdict on all; None: nothing.
+
+    wanted: the setting; where it is left open, a cache on the CPU has a fixed border.
+    """
+    if wanted is False:
+        return None
+    if torch.device(device).type == "cpu":
+        return None if wanted else "needs a GPU, and the cache is on the CPU"
+    saver, custom = get_exec().features.enable_memory_saver, envs.SGLANG_MOONCAKE_CUSTOM_MEM_POOL.get() is not None
+    why = pool_obstacle(saves_memory=saver, has_custom_pool=custom)
+    if why is None:
+        try:
+            probe(memory_of(device))
+        except HiSparseError as error:
+            said = str(error).removeprefix("elastic_border: ").split("; allowed:")[0]
+            why = f"needs virtual memory of the CUDA driver: {said}"
+    if not _min_over_ranks(int(why is None)) and why is None:
+        why = "needs virtual memory of the CUDA driver on all ranks, and another one has none"
+    return why
 
 
 def token_bytes(plan: MemoryPlan, device_bytes: int, max_device_tokens: int | None) -> int:
@@ -232,6 +259,9 @@ def around_profile_available_bytes(
     plan = make_plan(self, device_bytes, resolved)
     _Plan.current, _Plan.settings = plan, resolved
     settings.fix_ratio(plan.ratio)
+    settings.fix_border(bool(plan.border))
+    if plan.fixed_because is not None and (get_parallel().launch_world_size == 1 or torch.distributed.get_rank() == 0):
+        logger.info("HiSparse: elastic_border is off, since %s", plan.fixed_because)
     if plan.host_bound:
         logger.warning(
             "host_to_device_ratio: %g shrinks to %.4g, since host_pool_gib holds %d tokens per rank",

@@ -10,6 +10,7 @@ one is a segmentation fault, as it would be an illegal address on a GPU.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -49,6 +50,18 @@ class VirtualMemory(Protocol):
 
     def tensor(self, address: int, num_bytes: int) -> torch.Tensor:
         """uint8 [num_bytes] over a range whose first place is mapped."""
+
+
+def probe(memory: VirtualMemory) -> None:
+    """Move one chunk through all that a border asks of it, and leave nothing behind. Raises HiSparseError where that is refused."""
+    size = memory.chunk_bytes
+    with contextlib.ExitStack() as undo:
+        address = memory.reserve(size)
+        undo.callback(memory.free, address, size)
+        handle = memory.create(size)
+        undo.callback(memory.release, handle)
+        memory.map(address, handle, size)
+        memory.unmap(address, size)
 
 
 # -- a GPU -----------------------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ def plan(
     ratio: Annotated[float | None, typer.Option(min=1, help="host_to_device_ratio. Default: chosen for the load.")] = None,
     buffer: Annotated[int | None, typer.Option(min=1, help="device_buffer_size. Default: 2 x top-k, less for requests that are hardly longer.")] = None,
     eviction: Annotated[Eviction, typer.Option(help="Which rows leave a hot buffer; index_score takes memory for the scores.")] = _C.eviction,
-    elastic_border: Annotated[bool, typer.Option("--elastic-border", help="Memory moves from KV to index-K as tokens are cached.")] = _C.elastic,
+    elastic_border: Annotated[bool | None, typer.Option(help="Memory moves from KV to index-K as tokens are cached. Default: where that gains tokens.")] = _C.elastic,
     host_pool_gib: Annotated[float | None, typer.Option(min=0.01, help="host_pool_gib, a bound on pinned memory per rank.")] = None,
     link_gbps: Annotated[float | None, typer.Option(min=0.1, help="Scattered rows from the host, GB/s. Default: PCIe Gen5 x16 as measured.")] = None,
     miss_rate: Annotated[list[float] | None, typer.Option(min=0, max=1, help="Share of selected rows fetched; may be repeated.")] = None,

@@ -107,7 +107,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """Settings that are given, None: choose. elastic: the border between KV and index-K moves (`elastic_border`)."""
+    """Settings that are given, None: choose. elastic: `elastic_border`; None is decided as in a server whose driver can move memory."""
 
     cache_type: CacheType = CacheType.FP8
     ratio: float | None = None
@@ -116,7 +116,7 @@ class Choices:
     link_gbps: float | None = None
     miss_rates: tuple[float, ...] = (0.067, 0.134, 0.3)
     eviction: Eviction = Eviction.LRU
-    elastic: bool = False
+    elastic: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from sglang_hisparse import __version__
 from sglang_hisparse.config import GIB, MIB, Eviction
+from sglang_hisparse.layout import MemoryPlan
 from sglang_hisparse.layout_table import plan_table
 from sglang_hisparse.planning.planner import Planned
 
@@ -34,8 +35,8 @@ def settings_of(planned: Planned) -> dict[str, Any]:
         settings["host_pool_gib"] = planned.choices.host_pool_gib
     if planned.choices.eviction is not Eviction.LRU:
         settings["eviction"] = planned.choices.eviction.value
-    if planned.choices.elastic:
-        settings["elastic_border"] = True
+    if planned.choices.elastic is not None:
+        settings["elastic_border"] = planned.choices.elastic
     return settings
 
 
@@ -80,14 +81,20 @@ def reasons_of(planned: Planned) -> dict[str, str]:
         reasons["host_pool_gib"] = "as given; shrinks the ratio where it would pin more"
     if planned.choices.eviction is not Eviction.LRU:
         reasons["eviction"] = "as given; hot state holds the scores of a step"
-    if planned.choices.elastic:
-        at_start = memory.device_tokens / max(memory.plain_tokens, 1)
-        reasons["elastic_border"] = (
-            f"the server begins with {memory.device_tokens} tokens on the GPU, {at_start:.0%} of plain SGLang's, and comes down to "
-            f"{memory.least_device_tokens} as {memory.logical_tokens} are cached; as long as index-K of all of them has no memory, "
-            "more of what runs stays on the GPU"
-        )
+    if planned.choices.elastic is not None:
+        reasons["elastic_border"] = f"as given; {_border_of(memory)}"
     return reasons
+
+
+def _border_of(memory: MemoryPlan) -> str:
+    if not memory.border:
+        return "index-K of all logical tokens has memory from the start"
+    at_start = memory.device_tokens / max(memory.plain_tokens, 1)
+    return (
+        f"the server begins with {memory.device_tokens} tokens on the GPU, {at_start:.0%} of plain SGLang's, and comes down to "
+        f"{memory.least_device_tokens} as {memory.logical_tokens} are cached; as long as index-K of all of them has no memory, "
+        "more of what runs stays on the GPU"
+    )
 
 
 def notes_of(planned: Planned) -> Iterator[str]:
@@ -106,6 +113,9 @@ def notes_of(planned: Planned) -> Iterator[str]:
         f"requests shorter than {planned.shortest_gain_tokens} tokens give nothing back by leaving the GPU; the longest that "
         f"is accepted has {planned.longest_request_tokens} tokens"
     )
+    if planned.choices.elastic is None:
+        why = planned.memory.fixed_because
+        yield f"elastic_border, left open, is {'on: ' + _border_of(planned.memory) if why is None else 'off, since ' + why}"
     shape = planned.memory.shape
     yield (
         f"host memory: {shape.kv_token_bytes} bytes per token, on each GPU's rank; as much goes to the host for every token "

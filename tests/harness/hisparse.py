@@ -12,7 +12,7 @@ from unittest import mock
 
 import numpy as np
 
-from sglang_hisparse import capacity
+from sglang_hisparse import elastic_layout
 from sglang_hisparse.faults import FaultPlan
 from sglang_hisparse.memory import pool
 from sglang_hisparse.memory.virtual_memory import HostTwin
@@ -30,7 +30,7 @@ def small_chunks() -> Iterator[None]:
     chunks of 2 MiB, so here it is that of a fixed border, whose ratio is the pool's."""
     with (
         mock.patch.object(pool, "memory_of", lambda device: HostTwin(CHUNK_BYTES)),
-        mock.patch.object(capacity, "elastic_plan", lambda plan, cap: plan),
+        mock.patch.object(elastic_layout, "elastic_plan", lambda plan, cap: plan),
     ):
         yield
 
@@ -46,12 +46,14 @@ def engine_for(
     config: dict[str, Any] | None = None,
     **changes: Any,
 ) -> Any:
-    """A context manager: two layers per index group, a lagging link. config: further keys of --hisparse-config."""
+    """A context manager: two layers per index group, a lagging link, a fixed border. config: further keys of
+    --hisparse-config."""
     values = {
         "top_k": 128,
         "device_buffer_size": hot_pages * PAGE,
         "host_to_device_ratio": ratio,
         "residency": mode,
+        "elastic_border": False,
         **(config or {}),
     }
     changes.setdefault("link_seed", 1)

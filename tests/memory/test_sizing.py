@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.environ import envs
 from sglang.srt.mem_cache import kv_cache_configurator
 from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 from sglang.srt.mem_cache.sparsity import factory
@@ -220,6 +222,65 @@ def test_an_elastic_border_that_leaves_no_request_is_refused(hooked: SimpleNames
     hooked.free = 1 * GIB
     with published(30, elastic_border=True, host_pool_gib=4_000), pytest.raises(ConfigError, match=r"elastic_border|device pool"):
         make_configurator(V32, FP8)._resolve_memory_pool_config(80)
+
+
+def test_a_border_left_open_moves_where_a_gpu_lets_it(hooked: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: pool, plan and log follow one decision. Method: SGLang's resolution with the key left out, for a driver that is willing."""
+    monkeypatch.setattr(sizing, "border_obstacle", lambda device, wanted: None)
+    with published(8, elastic_border=True):
+        given = make_configurator(V32, FP8)._resolve_memory_pool_config(80).max_total_num_tokens
+    with published(8):
+        config = make_configurator(V32, FP8)._resolve_memory_pool_config(80)
+        assert config.max_total_num_tokens == given and sizing.current_plan().border and settings.elastic_border()
+        border = sizing.current_plan().border
+    with published(1):
+        make_configurator(V32, FP8)._resolve_memory_pool_config(80)
+        assert not settings.elastic_border() and border != ()
+    with published(8, elastic_border=False):
+        assert make_configurator(V32, FP8)._resolve_memory_pool_config(80).max_total_num_tokens < given
+        assert not settings.elastic_border()
+
+
+def test_on_a_cpu_it_stays_unless_asked_for(hooked: SimpleNamespace, caplog: pytest.LogCaptureFixture) -> None:
+    """Goal: tests without a GPU mean a fixed border, and one line says so. Method: the key left out, false, and true."""
+    with published(8), caplog.at_level(logging.INFO, sizing.logger.name):
+        make_configurator(V32, FP8)._resolve_memory_pool_config(80)
+        built = sizing.plan_as_built(sizing.current_plan().device_tokens, 65)
+        assert not settings.elastic_border() and not built.border
+    lines = [record.getMessage() for record in caplog.records if "elastic_border" in record.getMessage()]
+    assert lines == ["HiSparse: elastic_border is off, since it needs a GPU, and the cache is on the CPU"]
+    assert built.fixed_because == "it needs a GPU, and the cache is on the CPU", "the table at start says so too"
+    for wanted in (True, False):
+        with published(8, elastic_border=wanted):
+            make_configurator(V32, FP8)._resolve_memory_pool_config(80)
+            assert settings.elastic_border() is wanted and sizing.current_plan().fixed_because is None
+
+
+def test_what_is_in_the_borders_way_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: every obstacle is found before tokens are counted, and all ranks agree. Method: a driver that refuses, flags, another rank."""
+
+    def refuses(memory: Any) -> None:
+        raise HiSparseError("elastic_border: the driver refuses cuMemMap: no reason given (CUresult 801); allowed: false")
+
+    asked: list[int] = []
+    monkeypatch.setattr(sizing, "memory_of", lambda device: device)
+    monkeypatch.setattr(sizing, "_min_over_ranks", lambda value: asked.append(value) or min(value, others))
+    others = 1
+    flag = "cannot be combined with --enable-memory-saver or a custom memory pool"
+    monkeypatch.setattr(sizing, "probe", lambda memory: None)
+    with published(4):
+        assert sizing.border_obstacle("cuda", None) is None and sizing.border_obstacle("cuda:1", True) is None
+        with envs.SGLANG_MOONCAKE_CUSTOM_MEM_POOL.override("NVLINK"):
+            assert sizing.border_obstacle("cuda", None) == flag
+        others = 0
+        assert "another one has none" in sizing.border_obstacle("cuda", None)
+        monkeypatch.setattr(sizing, "probe", refuses)
+        said = "needs virtual memory of the CUDA driver: the driver refuses cuMemMap: no reason given (CUresult 801)"
+        assert sizing.border_obstacle("cuda", None) == sizing.border_obstacle("cuda", True) == said
+        assert asked == [1, 1, 0, 1, 0, 0], "each rank tells its own verdict, whatever it is"
+        assert sizing.border_obstacle("cuda", False) is None and len(asked) == 6
+    with published(4, enable_memory_saver=True):
+        assert sizing.border_obstacle("cuda", None) == flag
 
 
 def test_users_cap_on_tokens(hooked: SimpleNamespace, caplog: pytest.LogCaptureFixture) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from sglang_hisparse.errors import HiSparseError, InvariantError
 from sglang_hisparse.memory import virtual_memory
-from sglang_hisparse.memory.virtual_memory import Driver, HostTwin, Range, VirtualMemory
+from sglang_hisparse.memory.virtual_memory import Driver, HostTwin, Range, VirtualMemory, probe
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -182,3 +182,28 @@ def test_refusals_of_the_driver_are_named(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(virtual_memory.ctypes, "CDLL", lambda name: _FakeLibrary("", 1 << 25))
     with pytest.raises(HiSparseError, match="33554432 bytes"):
         Driver(0)
+
+
+def test_a_probe_finds_each_refusal_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: what a border needs is asked for once, and given back. Method: a willing driver's calls, then one that refuses each."""
+    willing = _FakeLibrary("")
+    monkeypatch.setattr(virtual_memory.ctypes, "CDLL", lambda name: willing)
+    probe(Driver(0))
+    pairs = (("cuMemAddressReserve", "cuMemAddressFree"), ("cuMemCreate", "cuMemRelease"), ("cuMemMap", "cuMemUnmap"))
+    assert all(willing.called.count(name) == 1 for pair in pairs for name in pair)
+    for refused in ("cuMemAddressReserve", "cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemUnmap"):
+        library = _FakeLibrary(refused)
+        monkeypatch.setattr(virtual_memory.ctypes, "CDLL", lambda name, library=library: library)
+        with pytest.raises(HiSparseError, match=refused):
+            probe(Driver(0))
+        for made, undone in pairs:
+            was_made = made in library.called and made != refused
+            assert (undone in library.called) == was_made, (refused, made)
+
+
+def test_a_probe_of_the_twin_maps_and_unmaps() -> None:
+    """Goal: the probe does what a move does. Method: counts of the twin, on which touching what is not there would fault."""
+    twin = HostTwin()
+    probe(twin)
+    assert (twin.num_maps, twin.num_unmaps, twin._sizes) == (1, 1, {})
+    twin.close()

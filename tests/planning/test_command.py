@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from sglang_hisparse.cli import app
 from sglang_hisparse.config import parse_config
 from sglang_hisparse.errors import ConfigError
+from sglang_hisparse.layout_table import render
 from sglang_hisparse.planning.model_shapes import BUILT_IN, built_in
 from sglang_hisparse.planning.planner import Choices, Deployment, Load, make_plan
 from sglang_hisparse.planning.plots import curves
@@ -33,7 +34,7 @@ def test_tables_json_and_plot_tell_the_same(tmp_path: Path) -> None:
     plan = json.loads(numbers.read_text())
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
     counts = {fit["mode"]: fit["total"] for fit in (plan["plain"], *plan["hisparse"])}
-    assert counts["full"] < counts["plain"] < counts["mixed"] <= counts["none"]
+    assert counts["full"] <= counts["plain"] < counts["mixed"] <= counts["none"]
     for mode, total in counts.items():
         (row,) = [line for line in output.splitlines() if line.startswith(f"│ {mode}:")]
         assert row.split("│")[3].strip() == str(total)
@@ -68,10 +69,23 @@ def test_options_of_the_config_reach_settings_and_table(tmp_path: Path) -> None:
     assert memory["device_tokens"] > 1.5 * plan["least_device_tokens"]
     assert {"elastic_border", "eviction"} <= set(plan["reasons"])
     json_of_default = tmp_path / "default.json"
-    run(*NODE, "--ratio", "6", "--json", str(json_of_default))
+    output = run(*NODE, "--ratio", "6", "--json", str(json_of_default))
     default = json.loads(json_of_default.read_text())
-    assert default["least_device_tokens"] == default["memory"]["device_tokens"]
     assert not {"elastic_border", "eviction"} & set(default["hisparse_config"])
+    assert default["memory"]["device_tokens"] > 1.5 * default["least_device_tokens"]
+    assert any(note.startswith("elastic_border, left open, is on: the server begins") for note in default["notes"])
+    run(*NODE, "--ratio", "6", "--no-elastic-border", "--json", str(json_of_default))
+    fixed = json.loads(json_of_default.read_text())
+    assert fixed["hisparse_config"]["elastic_border"] is False
+    assert fixed["least_device_tokens"] == fixed["memory"]["device_tokens"]
+
+
+def test_a_border_that_gains_nothing_says_so() -> None:
+    """Goal: plan and table name why it stays where it is. Method: ratio 1, at which index-K of all logical tokens fits."""
+    planned = make_plan(built_in("GLM-5.1"), Deployment(dp=8), Load(4096, 512), Choices(ratio=1))
+    why = f"{planned.memory.device_tokens} tokens fit on the GPU beside index-K of all {planned.memory.logical_tokens}"
+    assert f"elastic_border, left open, is off, since {why}" in list(notes_of(planned))
+    assert f"elastic_border is off, since {why}" in " ".join(render(planned.memory).split())
 
 
 @pytest.mark.parametrize(
@@ -83,7 +97,7 @@ def test_options_of_the_config_reach_settings_and_table(tmp_path: Path) -> None:
 )
 def test_break_even_is_told(load: Load, words: tuple[str, ...]) -> None:
     """Goal: the plan says when not to use it. Method: long requests, and ones shorter than a hot buffer."""
-    planned = make_plan(built_in("GLM-5.1"), Deployment(dp=8), load, Choices())
+    planned = make_plan(built_in("GLM-5.1"), Deployment(dp=8), load, Choices(elastic=False))
     text = "\n".join(notes_of(planned))
     assert all(word in text for word in words)
     assert (planned.mixed.total > planned.plain.total) == ("above" in words)

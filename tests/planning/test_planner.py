@@ -57,6 +57,7 @@ def as_server_plans(
     layers = text.num_hidden_layers
     configurator.layer_info = SimpleNamespace(start_layer=0, end_layer=layers, num_effective_layers=layers)
     configurator.kv_cache_dtype = torch.bfloat16 if cache is CacheType.BF16 else torch.float8_e4m3fn
+    configurator.device = "cpu"
     configurator.mambaish_config, configurator.attn_dp_size, configurator.is_draft_worker = None, 1, False
     resolved = HiSparseConfig(device_buffer_size=buffer, host_to_device_ratio=ratio, **keys).resolve(built_in(name).facts)
     override = get_context().override_server_args(
@@ -81,13 +82,26 @@ def test_the_plan_is_the_servers(
 ) -> None:
     """Goal: what is planned is what a server will log. Method: all figures of both memory plans, for the same inputs."""
     deployment = Deployment(gpus=1, tp=1, gpus_per_host=1, host_bytes=300 * GIB, max_running_requests=running)
-    choices = Choices(cache_type=cache, ratio=ratio, buffer_rows=buffer)
+    choices = Choices(cache_type=cache, ratio=ratio, buffer_rows=buffer, elastic=False)
     ours = memory_plan(built_in(name), deployment, choices, 40 * GIB, ratio)
     server = as_server_plans(
-        name, cache, 40 * GIB, ratio=ratio, buffer=buffer, running=running, host=deployment.host_bytes
+        name, cache, 40 * GIB, ratio=ratio, buffer=buffer, running=running, host=deployment.host_bytes, elastic_border=False
     )
     assert ours == server
     assert ours.device_tokens > 100_000
+
+
+@pytest.mark.parametrize(("ratio", "moves"), [(6, True), (1, False)])
+def test_a_border_left_open_is_decided_as_in_a_server(ratio: float, moves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: plan and server agree where `elastic_border` is left out. Method: all figures of both, the server's driver willing."""
+    monkeypatch.setattr(sizing, "border_obstacle", lambda device, wanted: None)
+    deployment = Deployment(gpus=1, tp=1, gpus_per_host=1, host_bytes=300 * GIB, max_running_requests=64)
+    choices = Choices(cache_type=CacheType.BF16, buffer_rows=4096)
+    ours = memory_plan(built_in("GLM-5.1"), deployment, choices, 40 * GIB, ratio)
+    assert ours == as_server_plans(
+        "GLM-5.1", CacheType.BF16, 40 * GIB, ratio=ratio, buffer=4096, running=64, host=deployment.host_bytes
+    )
+    assert bool(ours.border) == moves == (ours.fixed_because is None)
 
 
 @pytest.mark.parametrize("ratio", [6, None])
@@ -197,7 +211,7 @@ def test_two_models_by_hand(name: str, cache: CacheType, row: int, kv: int, inde
         gpus=8, dp=8, host_bytes=8 * 300 * GIB + 10 * GIB, weight_bytes=0, overhead_bytes=0, mem_fraction=0.5,
         gpu_bytes=80 * GIB, max_running_requests=8 * 128,
     )  # fmt: skip
-    planned = make_plan(built_in(name), deployment, Load(32768, 8192), Choices(cache, ratio=4, buffer_rows=4096))
+    planned = make_plan(built_in(name), deployment, Load(32768, 8192), Choices(cache, ratio=4, buffer_rows=4096, elastic=False))
 
     # GPU: 128 + 1 slots of hot state in each group (seven bytes a row, a header, a slot table of twice the rows), results and
     # translated pages, scratch, tables, one pad page; then tokens.
@@ -233,30 +247,33 @@ def test_two_models_by_hand(name: str, cache: CacheType, row: int, kv: int, inde
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
-def test_the_chosen_ratio_is_the_best(name: str) -> None:
-    """Goal: no ratio with half of the cache for KV runs more requests, and no smaller one as many. Method: a grid."""
+@pytest.mark.parametrize("elastic", [False, None])
+def test_the_chosen_ratio_is_the_best(name: str, elastic: bool | None) -> None:
+    """Goal: no ratio with half of the cache for KV runs more requests, and no smaller one as many. Method: a grid; the half counts with
+    all logical tokens in use, wherever the border begins."""
     model, load = built_in(name), Load(32768, 8192)
-    chosen = make_plan(model, NODE, load, Choices())
+    chosen = make_plan(model, NODE, load, Choices(elastic=elastic))
     others = {}
     for hundredths in range(100, 1200, 15):
-        other = make_plan(model, NODE, load, Choices(ratio=hundredths / 100))
-        if other.memory.index_bytes <= MAX_INDEX_SHARE * (other.device.cache - other.memory.scratch_bytes):
+        other = make_plan(model, NODE, load, Choices(ratio=hundredths / 100, elastic=elastic))
+        index_bytes = other.memory.shape.index_bytes(other.memory.logical_tokens)
+        if index_bytes <= MAX_INDEX_SHARE * (other.device.cache - other.memory.scratch_bytes):
             others[hundredths / 100] = other.mixed.total
     assert len(others) > 20
     assert chosen.mixed.total >= max(others.values())
-    smaller = [count for ratio, count in others.items() if ratio < chosen.memory.ratio - planner.RATIO_STEP]
+    smaller = [count for ratio, count in others.items() if ratio < chosen.memory.requested_ratio - planner.RATIO_STEP]
     assert max(smaller) < chosen.mixed.total
 
 
 def test_wanted_requests_take_the_smallest_ratio_that_holds_them() -> None:
     """Goal: GPU memory is not given to index-K that nobody needs. Method: fewer wanted, smaller ratio, still enough."""
     model, load = built_in("GLM-5.2"), Load(32768, 8192)
-    most = make_plan(model, NODE, load, Choices())
-    some = make_plan(model, NODE, Load(32768, 8192, wanted=100), Choices())
+    most = make_plan(model, NODE, load, Choices(elastic=False))
+    some = make_plan(model, NODE, Load(32768, 8192, wanted=100), Choices(elastic=False))
     assert most.mixed.total > some.mixed.total >= 100
     assert some.memory.ratio < most.memory.ratio
     less = some.memory.ratio - planner.RATIO_STEP
-    assert make_plan(model, NODE, load, Choices(ratio=less)).mixed.total < 100
+    assert make_plan(model, NODE, load, Choices(ratio=less, elastic=False)).mixed.total < 100
 
 
 def test_the_chosen_limit_of_running_requests_binds_nothing() -> None:
@@ -300,7 +317,7 @@ def test_requests_at_the_best_place_of_a_moving_border() -> None:
 
 def test_mixed_is_what_admission_lets_in() -> None:
     """Goal: the count is reached and not exceeded. Method: requests admitted one by one by the server's sums."""
-    memory = make_plan(built_in("GLM-5.2"), NODE, Load(16384, 1024), Choices(ratio=8)).memory
+    memory = make_plan(built_in("GLM-5.2"), NODE, Load(16384, 1024), Choices(ratio=8, elastic=False)).memory
     mixed = fits(memory, Load(16384, 1024), 8)[2].per_cache
     limits = ResidencyLimits(
         num_logical_pages=memory.logical_tokens // 64,
