@@ -128,7 +128,7 @@ class Border:
         self._cached = NothingCached() if cached is None else cached
         self.returns = PrefixReturns(self.steps[0].logical_pages, self.steps[-1].logical_pages)
         self._flushes = self.coordinator.book.flushes
-        self.watch_looks, self._watched = WATCH_LOOKS, 0
+        self.watch_looks, self.give_up_pages, self._watched = WATCH_LOOKS, GIVE_UP_PAGES, 0
         self._most_needed, self._needed_before = 0, 0  # logical pages of requests at most, now and in the watch before
         self._goes_back = False  # whether a way back under load is being cleared
         self._wanted = 0  # logical pages that somebody would have use for, since the last look
@@ -271,8 +271,7 @@ class Border:
         self._watched += 1
         has_watched = self._watched % self.watch_looks == 0
         if not (self.returns.are_rare and self.begun):
-            book.fill_below(book.num_usable)
-            self._goes_back = False
+            self._stay()
         elif has_watched or not self._goes_back:
             needed = max(self._most_needed, self._needed_before)
             step = next((n for n in range(self.begun) if self.steps[n].logical_pages >= needed), self.begun)
@@ -283,12 +282,17 @@ class Border:
         if self._goes_back:
             self._clear_above()
 
+    def _stay(self) -> None:
+        """No way back is being cleared."""
+        self.coordinator.book.fill_below(self.coordinator.book.num_usable)
+        self._goes_back = False
+
     def _clear_above(self) -> None:
         """Pages above `fill_limit` become free by and by: the border goes there when they are, and before that as far as the requests
         let it that have pages above."""
         book, limit = self.coordinator.book, self.coordinator.book.fill_limit
-        if (book.unused_above(limit) or book.num_free_below < GIVE_UP_PAGES) and self._cached.num_unused():
-            self._cached.give_up(GIVE_UP_PAGES)
+        if (book.unused_above(limit) or book.num_free_below < self.give_up_pages) and self._cached.num_unused():
+            self._cached.give_up(self.give_up_pages)
         if not (self._watched % CLEAR_LOOKS == 0 or book.is_free_above(limit)):
             return
         needed = max(limit, book.highest_taken())
@@ -314,6 +318,7 @@ class Border:
         if not coordinator.can_withhold(limit):  # making room has planned copies that are not acknowledged yet
             return
         coordinator.withhold(limit)
+        self._stay()
         self._mover.begin(self.begun, target)
         self.begun = target
 
