@@ -169,6 +169,12 @@ def before_get_next_batch(scheduler: Any, running_batch: Any, *args: Any, **kwar
         running_batch.batch_is_full = False
 
 
+def after_add_request(result: None, scheduler: Any, req: Any, *args: Any, **kwargs: Any) -> None:
+    runtime = scheduler.hisparse_coordinator
+    if isinstance(runtime, HiSparseRuntime) and runtime.border is not None:
+        runtime.border.note_arrival(req)
+
+
 def around_update_running_batch(original: Callable[..., Any], scheduler: Any, batch: Any) -> Any:
     """None: no decode step in this iteration, which SGLang knows too (it waits so for requests that are about to end)."""
     runtime = scheduler.hisparse_coordinator
@@ -358,6 +364,12 @@ HOOKS: tuple[Hook, ...] = (
         before_get_next_batch,
         "a request that has ended its prefill needs fewer device pages: admission is asked again (R31); pages go to storage "
         "and come from it",
+    ),
+    Hook(
+        "managers.scheduler.Scheduler._add_request_to_queue",
+        "AFTER",
+        after_add_request,
+        "whether prompts return decides whether memory moves for cached prefixes, and is known first when they arrive",
     ),
     Hook(
         "managers.scheduler.Scheduler.update_running_batch",

@@ -11,10 +11,13 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+import xxhash
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sglang_hisparse.elastic_layout import ElasticShape
 from sglang_hisparse.errors import HiSparseError
@@ -147,13 +150,35 @@ class ElasticMemory:
             self._memory.close()
 
 
+def page_keys(token_ids: Sequence[int], page_size: int, salt: tuple[Any, ...]) -> Iterator[int]:
+    """A key for each whole page of these tokens, of all tokens up to its end; other keys for another salt."""
+    key, row = xxhash.xxh64_intdigest(repr(salt).encode()), np.asarray(token_ids, dtype=np.int64)
+    for start in range(0, len(row) - page_size + 1, page_size):
+        key = xxhash.xxh64_intdigest(row[start : start + page_size].tobytes(), seed=key)
+        yield key
+
+
+class CachedInTree:
+    """SGLang's radix tree, as residency.border.CachedPrefixes: what no request holds a lock on."""
+
+    def __init__(self, runtime: HiSparseRuntime) -> None:
+        self._runtime = runtime
+
+    def num_unused(self) -> int:
+        tree = self._runtime.tree_cache
+        return 0 if tree is None else tree.evictable_size() // self._runtime.page_size
+
+    def give_up(self, num_pages: int) -> None:
+        self._runtime.tree_cache.evict(EvictParams(num_tokens=num_pages * self._runtime.page_size))
+
+
 class ElasticBorder:
     """The border of one server: None of it exists where `elastic_border` is off."""
 
     def __init__(self, runtime: HiSparseRuntime, memory: ElasticMemory) -> None:
         self._runtime, self.memory = runtime, memory
         memory.has_vacated = self._has_vacated
-        self.border = Border(runtime.residency, runtime.make_room_as_promised, memory)
+        self.border = Border(runtime.residency, runtime.make_room_as_promised, memory, cached=CachedInTree(runtime))
         self._has_deferred = False
         self._is_resting = False  # no forward since the last tick
 
@@ -161,6 +186,11 @@ class ElasticBorder:
         """Nothing launched reads what leaves: forwards, and copies of index-K on their way to storage."""
         storage = self._runtime.storage
         return self._runtime.worker.has_vacated() and not (storage is not None and storage.reads_index_keys)
+
+    def note_arrival(self, req: Any) -> None:
+        """A request enters SGLang's queue; one that was retracted returns to nothing but its own pages."""
+        if not (req.retracted_stain or self._runtime.tree_cache.disable):
+            self.border.returns.note(page_keys(req.origin_input_ids, self._runtime.page_size, (req.extra_key, req.cache_salt)))
 
     def bind_agreement(self, agree: Callable[[int], int]) -> None:
         """Several ranks schedule together: the least of a number over them."""
@@ -226,4 +256,6 @@ class ElasticBorder:
             "border_steps": self.border.ended,
             "border_steps_left": len(self.border.steps) - 1 - self.border.ended,
             "border_chunks_moved": self.memory.chunks_moved,
+            "border_returns": self.border.num_returns,
+            "prefixes_return_rarely": int(self.border.returns.are_rare),
         }

@@ -19,6 +19,10 @@ holds all the time (I7): a move begins only if the live requests' worst case fit
 While the server rests, and nobody has a logical page beyond those of the first place, one move goes back there, through the same
 moments. At its BEGIN those logical pages are taken out of the free list; VACATED means that nothing launched touches their index-K
 any more; at its END the device pages can be had again.
+
+Where prompts do not return (returns.py), cached prefixes that nobody uses count for nothing: they are given up before the border moves,
+and it goes back under load to what requests have needed. Pages above that place are handed out last from then on, cached prefixes are given
+up, least recently used first, until those above have gone, and the move begins when requests have left the rest.
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ from typing import Protocol
 import numpy as np
 
 from sglang_hisparse.residency.coordinator import ResidencyCoordinator
+from sglang_hisparse.residency.returns import PrefixReturns
 from sglang_hisparse.residency.types import BorderStep
 
 MAX_STEPS_AT_ONCE = 4
@@ -45,6 +50,15 @@ single steps give them."""
 CALM_LOOKS = 2_000
 """So many iterations without a forward or a wish, in a row, and no move begins ahead of need any more, and the border goes back if it
 may: a short pause is no reason."""
+
+WATCH_LOOKS = 256
+"""Forwards, at least, over which the need of requests is watched for a way back under load."""
+
+CLEAR_LOOKS = 16
+"""Forwards between two looks at how far requests already let the border go back."""
+
+GIVE_UP_PAGES = 256
+"""Cached pages given up at once on the way back, before a forward; kept free below the place where the border is to go."""
 
 MAX_DEFERRALS = 256
 """Times in a row that a request is asked to wait for a move, before cached prefixes are given up for it after all."""
@@ -72,11 +86,31 @@ class Mover(Protocol):
         """Every rank has VACATED them: move some chunks, as many on every rank."""
 
 
+class CachedPrefixes(Protocol):
+    """What the radix tree holds and no request uses, the same on all ranks."""
+
+    def num_unused(self) -> int:
+        """Logical pages of it."""
+
+    def give_up(self, num_pages: int) -> None:
+        """Free so many, or somewhat more, least recently used first."""
+
+
+class NothingCached:
+    """Without a radix tree."""
+
+    def num_unused(self) -> int:
+        return 0
+
+    def give_up(self, num_pages: int) -> None:
+        pass
+
+
 class Border:
     """Moves for one coordinator.
 
     make_room(n): make n device pages free, False when they cannot be had. agree: the least of a number over the ranks that
-    schedule together (R30).
+    schedule together (R30). cached: what could be given up instead of moving. `returns` is told of prompts by the owner.
     """
 
     def __init__(
@@ -85,11 +119,18 @@ class Border:
         make_room: Callable[[int], bool],
         mover: Mover,
         agree: Callable[[int], int] = lambda value: value,
+        cached: CachedPrefixes | None = None,
     ) -> None:
         self.coordinator, self._make_room = coordinator, make_room
         self.steps = self.coordinator.limits.steps
         self.begun = self.ended = 0  # steps; they differ while a move is under way
         self._mover, self._agree = mover, agree
+        self._cached = NothingCached() if cached is None else cached
+        self.returns = PrefixReturns(self.steps[0].logical_pages, self.steps[-1].logical_pages)
+        self._flushes = self.coordinator.book.flushes
+        self.watch_looks, self.give_up_pages, self._watched = WATCH_LOOKS, GIVE_UP_PAGES, 0
+        self._most_needed, self._needed_before = 0, 0  # logical pages of requests at most, now and in the watch before
+        self._goes_back = False  # whether a way back under load is being cleared
         self._wanted = 0  # logical pages that somebody would have use for, since the last look
         self._deferrals = 0
         self._hurry = 0  # looks
@@ -118,15 +159,28 @@ class Border:
 
     # -- wishes -----------------------------------------------------------------------------------------------------
 
+    def _used(self) -> tuple[int, int]:
+        """Logical pages in use, and those of them that are given up before the border moves."""
+        book = self.coordinator.book
+        return book.num_usable - book.num_free, self._cached.num_unused() if self.returns.are_rare else 0
+
+    def _note_need(self, num_pages: int) -> None:
+        """Requests need what they have and `num_pages` more."""
+        book = self.coordinator.book
+        needed = book.num_usable - book.num_free - self._cached.num_unused() + num_pages
+        self._most_needed = max(self._most_needed, needed)
+
     def want(self, num_pages: int) -> None:
         """Somebody would use `num_pages` free logical pages."""
-        book = self.coordinator.book
-        self._wanted = max(self._wanted, book.num_usable - book.num_free + num_pages)
+        used, given_up = self._used()
+        self._wanted = max(self._wanted, used - given_up + num_pages)
+        self._note_need(num_pages)
 
     def defers(self, num_pages: int) -> bool:
         """Whether a request that needs `num_pages` free logical pages should wait for the border, rather than let cached
         prefixes be evicted for it. Counts its answers, and changes nothing else but the wish."""
-        if num_pages <= self.coordinator.book.num_free:
+        if num_pages <= self.coordinator.book.num_free + self._used()[1]:
+            self._note_need(num_pages)
             return False
         self.want(num_pages)
         if self._deferrals >= MAX_DEFERRALS or not (self.is_moving or self._can_begin()):
@@ -158,29 +212,40 @@ class Border:
         few forwards."""
         self._calm = 0
         self._look()
+        if not self.is_moving:
+            self._recede()
 
     def _look(self) -> None:
+        if self._flushes != self.coordinator.book.flushes:
+            self._flushes = self.coordinator.book.flushes
+            self.returns.restart()
         self._rest, self._hurry = max(0, self._rest - 1), max(0, self._hurry - 1)
         if self.is_moving:
             return
         wanted, self._wanted = self._wanted, 0
         if self.is_at_end or self._rest:
             return
-        now, book = self.steps[self.begun].logical_pages, self.coordinator.book
-        # Ahead of need no longer once it is calm, or the border would leave its first place as soon as it is back.
-        ahead = 0 if self._calm >= self.calm_looks else MAX_STEPS_AT_ONCE if self._hurry else 1
-        reserve = self.steps[min(self.begun + ahead, len(self.steps) - 1)].logical_pages - now
-        wanted = max(wanted, book.num_usable - book.num_free + reserve)
+        now = self.steps[self.begun].logical_pages
+        reserve = self.steps[min(self.begun + self._steps_ahead(), len(self.steps) - 1)].logical_pages - now
+        used, given_up = self._used()
+        wanted = max(wanted, used - given_up + reserve)
         # Asked last: after a move of pages it looks at every request slot, and most looks end here.
         if wanted > now and self._fits(self.begun + 1):
             self._begin(self._target(wanted))
+
+    def _steps_ahead(self) -> int:
+        """How far ahead of need moves begin. Once it is calm not at all, or the border would leave its first place as soon as it is back;
+        nor where there are cached prefixes to give up meanwhile."""
+        if self._calm >= self.calm_looks or (self.returns.are_rare and not self._hurry):
+            return 0
+        return MAX_STEPS_AT_ONCE if self._hurry and not self.returns.are_rare else 1
 
     def rest(self) -> None:
         """Instead of `look`, in an iteration to which no forward comes: the border may also go back."""
         self._calm = 0 if self._wanted else self._calm + 1
         self._look()
         if self._calm >= self.calm_looks and self.begun and not self.is_moving and self._may_go_back():
-            self._go_back()
+            self._go_back(0)
 
     def _may_go_back(self) -> bool:
         """Whether nobody has a logical page beyond those of the first place; asked anew only after pages have been freed."""
@@ -191,11 +256,49 @@ class Border:
         self._in_use_at = -1 if is_free else book.moves
         return is_free
 
-    def _go_back(self) -> None:
-        self.coordinator.withdraw(self.steps[0].logical_pages)
-        self._mover.begin(self.begun, 0)
-        self.begun = 0
+    def _go_back(self, step: int) -> None:
+        self.coordinator.withdraw(self.steps[step].logical_pages)
+        self._mover.begin(self.begun, step)
+        self.begun = step
         self.num_returns += 1
+
+    # -- the way back under load ------------------------------------------------------------------------------------
+
+    def _recede(self) -> None:
+        """Before a forward: where prompts do not return, go back to what requests have needed lately."""
+        book = self.coordinator.book
+        self._note_need(0)
+        self._watched += 1
+        has_watched = self._watched % self.watch_looks == 0
+        if not (self.returns.are_rare and self.begun):
+            self._stay()
+        elif has_watched or not self._goes_back:
+            needed = max(self._most_needed, self._needed_before)
+            step = next((n for n in range(self.begun) if self.steps[n].logical_pages >= needed), self.begun)
+            book.fill_below(self.steps[step].logical_pages)
+            self._goes_back = step < self.begun
+        if has_watched:
+            self._needed_before, self._most_needed = self._most_needed, 0
+        if self._goes_back:
+            self._clear_above()
+
+    def _stay(self) -> None:
+        """No way back is being cleared."""
+        self.coordinator.book.fill_below(self.coordinator.book.num_usable)
+        self._goes_back = False
+
+    def _clear_above(self) -> None:
+        """Pages above `fill_limit` become free by and by: the border goes there when they are, and before that as far as the requests
+        let it that have pages above."""
+        book, limit = self.coordinator.book, self.coordinator.book.fill_limit
+        if (book.unused_above(limit) or book.num_free_below < self.give_up_pages) and self._cached.num_unused():
+            self._cached.give_up(self.give_up_pages)
+        if not (self._watched % CLEAR_LOOKS == 0 or book.is_free_above(limit)):
+            return
+        needed = max(limit, book.highest_taken())
+        step = next(n for n, step in enumerate(self.steps) if step.logical_pages >= needed)
+        if step < self.begun:
+            self._go_back(step)
 
     def _target(self, wanted: int) -> int:
         """The nearest step with so many logical pages that the live requests leave room for."""
@@ -215,6 +318,7 @@ class Border:
         if not coordinator.can_withhold(limit):  # making room has planned copies that are not acknowledged yet
             return
         coordinator.withhold(limit)
+        self._stay()
         self._mover.begin(self.begun, target)
         self.begun = target
 

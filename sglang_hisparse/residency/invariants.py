@@ -93,11 +93,13 @@ def _check_logical_pages(coordinator: ResidencyCoordinator) -> None:
     state = book.state
     resident = (state >= _OPEN) & (state <= _CLEAN)
     _require(resident != (book.device_page != 0), "I1: state and device page of a logical page disagree")
-    times_free = np.bincount(np.asarray(book._free, dtype=np.int64), minlength=state.size)
+    times_free = np.bincount(np.asarray(book.free_pages(), dtype=np.int64), minlength=state.size)
     _require(times_free > 1, "I2: a logical page is twice in the free list")
     _require((times_free == 1) & (state != _FREE), "I2: a logical page in the free list is in use")
     beyond = np.arange(state.size) > book.num_usable
     _require(beyond & ((times_free > 0) | (state != _FREE)), "I10: a logical page without index-K was handed out")
+    _require(np.isin(np.arange(state.size), book._free) & (np.arange(state.size) > book.fill_limit),
+             "I2: a logical page that comes last is among those that come first")  # fmt: skip
     if state[PAD_PAGE] != _FREE or times_free[PAD_PAGE]:
         raise InvariantError("I2: the pad page is in use")
     traces = (

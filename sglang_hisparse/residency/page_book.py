@@ -59,7 +59,11 @@ class PageBook:
         self._counted_at = np.full(slots, -1, dtype=np.int64)  # `moves` when the slot's host-only pages were counted
         self._committed = (-1, 0)  # `moves`, and the sum of `worst_pages` then
         self.num_usable = limits.steps[0].logical_pages  # logical pages 1..num_usable have index-K, and may be handed out
+        # Pages above this one are handed out only when none below is free: a border that is to come back waits for them.
+        self.fill_limit = self.num_usable
+        self.flushes = 0  # times that everything was forgotten
         self._free: list[int] = []
+        self._free_above: list[int] = []  # of `fill_limit`
         self.clear()
 
     def clear(self) -> None:
@@ -72,22 +76,36 @@ class PageBook:
             array.fill(0)
         self.generation += 1
         self.moves += 1
-        self._free = list(range(self.num_usable, 0, -1))
+        self.flushes += 1
+        self.fill_limit = self.num_usable
+        self._free, self._free_above = list(range(self.num_usable, 0, -1)), []
 
     # -- logical ids ------------------------------------------------------------------------------------------------
 
     @property
     def num_free(self) -> int:
+        return len(self._free) + len(self._free_above)
+
+    @property
+    def num_free_below(self) -> int:
+        """Those that are handed out first: up to `fill_limit`."""
         return len(self._free)
+
+    def free_pages(self) -> list[int]:
+        """All of them, those that are handed out last first."""
+        return self._free_above + self._free
 
     def allocate(self, count: int) -> list[int] | None:
         """Take `count` logical pages in a fixed order (equal on all ranks), or None when fewer are free."""
-        if count > len(self._free):
+        if count > self.num_free:
             return None
         if count == 0:
             return []
         pages = self._free[-count:][::-1]
         del self._free[-count:]
+        if (missing := count - len(pages)) > 0:
+            pages += self._free_above[-missing:][::-1]
+            del self._free_above[-missing:]
         return pages
 
     def give_back(self, pages: Sequence[int]) -> None:
@@ -97,26 +115,52 @@ class PageBook:
             raise InvariantError(f"logical page {page} is freed with {self.users[page]} users, {self.holds[page]} holds")
         self.moves += 1
         self.generation[index] += 1
-        self._free += pages
+        if self.fill_limit == self.num_usable:
+            self._free += pages
+        else:
+            self._free += [page for page in pages if page <= self.fill_limit]
+            self._free_above += [page for page in pages if page > self.fill_limit]
+
+    def fill_below(self, limit: int) -> None:
+        """Hand out pages above `limit` only when none up to it is free; `num_usable`: no page comes last."""
+        if limit == self.fill_limit:
+            return
+        free, self.fill_limit = self.free_pages(), limit
+        self._free = [page for page in free if page <= limit]
+        self._free_above = [page for page in free if page > limit]
+
+    def highest_taken(self) -> int:
+        """The highest logical page that is not free; 0: all are."""
+        taken = np.ones(self.num_usable + 1, dtype=bool)
+        taken[self.free_pages()] = taken[PAD_PAGE] = False
+        return int(np.flatnonzero(taken)[-1]) if taken.any() else 0
+
+    def unused_above(self, limit: int) -> int:
+        """Pages above `limit` that somebody keeps and no request uses."""
+        above = slice(limit + 1, self.num_usable + 1)
+        return int(np.count_nonzero((self.state[above] != 0) & (self.users[above] == 0)))
 
     def extend_to(self, num_usable: int) -> None:
         """Logical pages up to this one have index-K now. They are handed out after those that are free already."""
         if not self.num_usable <= num_usable <= self.limits.num_logical_pages:
             raise InvariantError(f"I10: {num_usable} logical pages cannot follow {self.num_usable}")
+        self.fill_below(self.num_usable)
         self._free[:0] = range(num_usable, self.num_usable, -1)
-        self.num_usable = num_usable
+        self.num_usable = self.fill_limit = num_usable
 
     def is_free_above(self, limit: int) -> bool:
         """Whether nobody has a logical page above `limit`."""
         above = self.num_usable - limit
-        return len(self._free) >= above and int(np.count_nonzero(np.asarray(self._free) > limit)) == above
+        free = self._free_above if limit >= self.fill_limit else self.free_pages()
+        return len(free) >= above and int(np.count_nonzero(np.asarray(free, dtype=np.int64) > limit)) == above
 
     def shrink_to(self, num_usable: int) -> None:
         """Logical pages above this one are about to lose their index-K; nobody has one."""
         if not 0 < num_usable <= self.num_usable or not self.is_free_above(num_usable):
             raise InvariantError(f"I10: logical pages {num_usable + 1}..{self.num_usable} are in use and cannot lose their index-K")
         self._free = [page for page in self._free if page <= num_usable]
-        self.num_usable = num_usable
+        self._free_above = [page for page in self._free_above if page <= num_usable]
+        self.num_usable, self.fill_limit = num_usable, min(self.fill_limit, num_usable)
 
     # -- slots ------------------------------------------------------------------------------------------------------
 

@@ -151,6 +151,30 @@ class RankGoesBackAlone(Border):
         return super()._may_go_back() and not self.coordinator.has_transfers
 
 
+class BackUnderLoadToTheWish(Border):
+    """Under load the border goes to where it should be, whoever is above."""
+
+    def _clear_above(self) -> None:
+        limit = self.coordinator.book.fill_limit
+        self._go_back(next(n for n, step in enumerate(self.steps) if step.logical_pages >= limit))
+
+
+class RankGivesUpAlone(Border):
+    """A rank goes back under load only where its own copies have ended."""
+
+    def _clear_above(self) -> None:
+        if not self.coordinator.has_transfers:
+            super()._clear_above()
+
+
+class RankJudgesAlone(Border):
+    """A rank counts cached prefixes by what it has seen of its own copies."""
+
+    def _used(self) -> tuple[int, int]:
+        used, given_up = super()._used()
+        return used, 0 if self.coordinator.has_transfers else given_up
+
+
 BORDER_MUTATIONS: tuple[Mutation, ...] = (
     Mutation("unmap before the mirror ended", "I10", Parts(coordinator=UnmapBeforeMirrorEnded)),
     Mutation("unsent copies forgotten", "I10", Parts(coordinator=UnsentCopiesForgotten)),
@@ -169,4 +193,7 @@ BORDER_MUTATIONS: tuple[Mutation, ...] = (
     Mutation("withdrawn logical pages handed out", "I10", Parts(coordinator=WithdrawnPagesHandedOut)),
     Mutation("border goes back under pages in use", "I10", Parts(border=BackUnderPagesInUse)),
     Mutation("rank goes back alone", "R30", Parts(border=RankGoesBackAlone)),
+    Mutation("border goes back under load under pages in use", "I10", Parts(border=BackUnderLoadToTheWish)),
+    Mutation("rank gives cached prefixes up alone", "R30", Parts(border=RankGivesUpAlone)),
+    Mutation("rank judges alone what is cached", "R30", Parts(border=RankJudgesAlone)),
 )

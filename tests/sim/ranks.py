@@ -77,9 +77,32 @@ class Rank:
     completions: list[tuple[int, int]] = field(default_factory=list)  # (due step, transfer id)
     completed: set[int] = field(default_factory=set)
     ended: set[int] = field(default_factory=set)  # failed
+    num_given_up: int = 0  # times that its border had cached prefixes given up
     num_asked: int = 0  # times in this iteration that it asked the others how far the border has come
     fetched: np.ndarray | None = None  # int64 [slots]: what its resolver claims to have counted, unlike any other rank's
     misses: Any = None
+
+
+class RankCache:
+    """What one rank's border sees of the tree, which is one for all: each must give up the same pages, at the same time."""
+
+    def __init__(self, ranks: Ranks, rank: Rank) -> None:
+        self._ranks, self._rank = ranks, rank
+
+    def num_unused(self) -> int:
+        book = self._rank.coordinator.book
+        return int(np.count_nonzero((book.state != 0) & (book.users == 0)))
+
+    def give_up(self, num_pages: int) -> None:
+        known, at = self._ranks.given_up, self._rank.num_given_up
+        if at == len(known):
+            known.append((num_pages, self._ranks.evict(num_pages)))
+            for page in known[at][1]:
+                self._ranks.generation[page] += 1
+        if known[at][0] != num_pages:
+            raise Violation("R30", f"ranks give up {known[at][0]} and {num_pages} cached pages")
+        self._rank.num_given_up += 1
+        self._rank.coordinator.free(known[at][1])
 
 
 class Ranks:
@@ -96,6 +119,9 @@ class Ranks:
         self.round_steps = int(self.noise.integers(1, 4))
         self.counted_steps = self.miss_rounds = 0
         self._least = self._least_after = int(Progress.BEGUN)
+        self.evict: Callable[[int], list[int]] = lambda num_pages: []  # of the tree, set by the simulation
+        self._verdicts = random.Random(-2 - seed)  # of its own too: whether prompts return
+        self.given_up: list[tuple[int, list[int]]] = []  # pages asked for, and given up, since start
         self.members = [self._make_rank(parts) for _ in range(options.num_ranks)]
         self.first = self.members[0]
 
@@ -114,8 +140,10 @@ class Ranks:
         rank.misses = MissRounds(book, meter, lambda measured: self.share(rank, measured))
         limits = self.options.limits
         rank.mover = parts.mover(rank.gpu, limits.steps, 1 + self.seed % 3)
-        rank.border = parts.border(rank.coordinator, rank.policy.make_room, rank.mover, lambda value: self._agree(rank))
-        rank.border.calm_looks = 1 + self.seed % 2
+        cached = RankCache(self, rank)
+        rank.border = parts.border(rank.coordinator, rank.policy.make_room, rank.mover, lambda value: self._agree(rank), cached)
+        rank.border.calm_looks, rank.border.watch_looks = 1 + self.seed % 2, 1 + self.seed % 3
+        rank.border.give_up_pages = 1 + self.seed % 4
         return rank
 
     # -- misses -----------------------------------------------------------------------------------------------------
@@ -142,7 +170,11 @@ class Ranks:
         return self._least if rank.num_asked == 1 else self._least_after
 
     def observe_border(self) -> None:
-        """As a collective would: every rank tells how far its move has come before any goes on."""
+        """As a collective would: every rank tells how far its move has come before any goes on. Now and then prompts return where they did
+        not, or the other way round."""
+        turns = self._verdicts.random() < 0.15
+        for rank in self.members:
+            rank.border.returns.are_rare ^= turns
         self._least = min(int(rank.mover.progress()) for rank in self.members)
         self._least_after = min(int(rank.mover.progress_after()) for rank in self.members)
         for rank in self.members:

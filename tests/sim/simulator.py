@@ -36,6 +36,7 @@ class Simulation:
         self.page_size = self.options.limits.page_size
         self.ranks = self.ranks_class(self.options, parts, self.rng, seed)
         self.tree = RadixModel(self.page_size)
+        self.ranks.evict = lambda num_pages: self.tree.evict(num_pages)
         self.free_slots = list(range(self.options.limits.num_slots - 1, 0, -1))
         limits, options = self.options.limits, self.options
         self.rule = PrefillRule(
