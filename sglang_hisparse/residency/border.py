@@ -30,6 +30,7 @@ from typing import Protocol
 import numpy as np
 
 from sglang_hisparse.residency.coordinator import ResidencyCoordinator
+from sglang_hisparse.residency.sharing import fits, least_committed_pages
 from sglang_hisparse.residency.types import BorderStep
 
 MAX_STEPS_AT_ONCE = 4
@@ -113,8 +114,8 @@ class Border:
         return not (self.is_at_end or self.is_moving or self._rest) and self._fits(self.begun + 1)
 
     def _fits(self, step: int) -> bool:
-        """Whether what the live requests may need at worst fits the device pages of `step` (I7)."""
-        return self.coordinator.book.committed_pages() <= self.steps[step].device_pages
+        """Whether what the live requests may need at worst fits the device pages of `step` (I7), kept or not as is cheapest."""
+        return least_committed_pages(self.coordinator.book) <= self.steps[step].device_pages
 
     # -- wishes -----------------------------------------------------------------------------------------------------
 
@@ -207,7 +208,7 @@ class Border:
 
     def _begin(self, target: int) -> None:
         coordinator, limit = self.coordinator, self.steps[target].device_pages
-        if not coordinator.can_withhold(limit):
+        if not coordinator.can_withhold(limit) or not fits(coordinator.book, limit):
             return
         if not self._make_room(coordinator.device_pages.num_usable - limit):
             self._rest = REST_LOOKS

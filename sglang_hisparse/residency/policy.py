@@ -55,7 +55,9 @@ class SpillPolicy:
         if self._short(num_pages) <= 0:
             return True
         self._spill_unclaimed(num_pages)
-        while self._short(num_pages) > 0 and (self._mix_best_request(num_pages) or self._mix_best_cluster(num_pages)):
+        while self._short(num_pages) > 0 and (
+            self._mix_best_request(num_pages) or self._mix_best_cluster(num_pages) or self._mix_all_that_may()
+        ):
             pass
         done = self._short(num_pages) <= 0
         if not done:
@@ -100,9 +102,17 @@ class SpillPolicy:
         return np.flatnonzero(book.live & ~book.prefilling & ~book.leased).tolist()
 
     def _mix_best_request(self, num_pages: int) -> bool:
-        """The request that gains most takes a lease and gives back its oldest pages. False: none gains."""
-        hot = self.coordinator.limits.hot_pages
-        candidates = [(pages.size, slot, pages) for slot in self._unleased_decoding() if (pages := self._mixable(slot)).size > hot]
+        """The request that gains most takes a lease and gives back its oldest pages. False: none gains.
+
+        A request that the ledger keeps must give back as much as it is charged for with a lease: the sum may not rise.
+        """
+        limits = self.coordinator.limits
+        hot, kept = limits.hot_pages, self.coordinator.book.kept
+        candidates = [
+            (pages.size, slot, pages)
+            for slot in self._unleased_decoding()
+            if (pages := self._mixable(slot)).size > (limits.smallest_pages - 1 if kept[slot] else hot)
+        ]
         for size, slot, pages in sorted(candidates, key=lambda item: (-item[0], item[1])):
             # At least one page more than the lease costs; beyond that, what is short and up to the high watermark.
             wanted = max(hot + 1, self._short(num_pages + self.watermark_high_pages) + hot)
@@ -114,12 +124,11 @@ class SpillPolicy:
         """Requests that share pages go mixed together, where the pages they give back exceed all their leases.
 
         Candidates are the sets of users of the pages themselves: a long prefix that two requests share may leave although
-        the first page of it serves a hundred others. Requests too short to be charged for a lease (`worst_pages`) never
-        take part: the ledger pays for every page that they use, and could not pay for their leases.
+        the first page of it serves a hundred others. Requests too short to be charged for a lease (`worst_pages`), and those
+        that are kept, never take part: the ledger pays for every page that they use, and could not pay for their leases.
         """
         book, hot = self.coordinator.book, self.coordinator.limits.hot_pages
-        worst = book.worst_pages()
-        slots = [slot for slot in self._unleased_decoding() if worst[slot] == self.coordinator.limits.smallest_pages]
+        slots = self._charged_for_a_lease()
         rows = {slot: book.slot_pages[slot, : book.held_from[slot]] for slot in slots}
         users = np.zeros(book.users.shape, dtype=np.int32)
         for row in rows.values():
@@ -136,6 +145,21 @@ class SpillPolicy:
             if (gain := pages.size - hot * len(cluster)) > 0:
                 candidates.append((-gain, cluster, pages))
         return any(self._mix(cluster, pages) for _, cluster, pages in sorted(candidates, key=lambda item: item[:2]))
+
+    def _charged_for_a_lease(self) -> list[int]:
+        """Decoding requests without a lease for which the ledger has paid one."""
+        book = self.coordinator.book
+        is_charged = (book.worst_pages() == self.coordinator.limits.smallest_pages) & ~book.kept
+        return [slot for slot in self._unleased_decoding() if is_charged[slot]]
+
+    def _mix_all_that_may(self) -> bool:
+        """All of these at once: what is left then is what the ledger has charged. Where that gains nothing, no more than that is
+        in use already, so `make_room` reaches the sum whatever shape the prefixes have (I7)."""
+        if not (slots := self._charged_for_a_lease()):
+            return False
+        book = self.coordinator.book
+        pages = self._pages_of_cluster([book.slot_pages[slot, : book.held_from[slot]] for slot in slots])
+        return pages.size > self.coordinator.limits.hot_pages * len(slots) and self._mix(slots, pages)
 
     def _pages_of_cluster(self, rows: list[np.ndarray]) -> np.ndarray:
         """Pages of `rows` that could leave if just the requests of these rows took leases."""
