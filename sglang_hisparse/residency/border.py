@@ -198,6 +198,10 @@ class Border:
         self.begun = 0
         self.num_returns += 1
 
+    def _keeps_within(self, limit: int) -> bool:
+        """Choose who is kept so that the live requests are charged no more than `limit` (I7)."""
+        return fits(self.coordinator.book, limit)
+
     def _target(self, wanted: int) -> int:
         """The nearest step with so many logical pages that the live requests leave room for."""
         last = min(len(self.steps) - 1, self.begun + MAX_STEPS_AT_ONCE)
@@ -208,7 +212,7 @@ class Border:
 
     def _begin(self, target: int) -> None:
         coordinator, limit = self.coordinator, self.steps[target].device_pages
-        if not coordinator.can_withhold(limit) or not fits(coordinator.book, limit):
+        if not coordinator.can_withhold(limit) or not self._keeps_within(limit):
             return
         if not self._make_room(coordinator.device_pages.num_usable - limit):
             self._rest = REST_LOOKS

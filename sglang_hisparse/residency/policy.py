@@ -52,6 +52,12 @@ class SpillPolicy:
 
     def make_room(self, num_pages: int) -> bool:
         """Spill until `num_pages` device pages are free; False when nothing more can leave (the caller queues or retracts)."""
+        done = self._spill_until_free(num_pages)
+        if not done:
+            self.coordinator.counters.refusals += 1
+        return done
+
+    def _spill_until_free(self, num_pages: int) -> bool:
         if self._short(num_pages) <= 0:
             return True
         self._spill_unclaimed(num_pages)
@@ -59,10 +65,7 @@ class SpillPolicy:
             self._mix_best_request(num_pages) or self._mix_best_cluster(num_pages) or self._mix_all_that_may()
         ):
             pass
-        done = self._short(num_pages) <= 0
-        if not done:
-            self.coordinator.counters.refusals += 1
-        return done
+        return self._short(num_pages) <= 0
 
     def _short(self, num_pages: int) -> int:
         return num_pages - self.coordinator.device_pages.num_free
@@ -198,7 +201,7 @@ class SpillPolicy:
         return not self.coordinator.num_dirty and self._rested_with == self._figures()
 
     def _figures(self) -> tuple[int, int, int]:
-        """What `tick` goes by while no page is DIRTY and the low watermark is free."""
+        """What `tick` goes by while no page is DIRTY, and none is to be acknowledged that may leave then."""
         pages = self.coordinator.device_pages
         return self.coordinator.book.moves, pages.num_free, pages.num_usable
 
@@ -208,8 +211,10 @@ class SpillPolicy:
             return
         before, is_clean = self._figures(), not self.coordinator.num_dirty
         self._tick()
-        # In need of pages, acknowledgements that are no move of the book may let some leave in the next step.
-        has_rest = is_clean and before[1] >= self.watermark_low_pages and before == self._figures()
+        # In need of pages, acknowledgements that are no move of the book may let some leave in the next step. With none to come a
+        # device that is full of pages that must stay is no reason to look at them in every step.
+        is_settled = before[1] >= self.watermark_low_pages or not self.coordinator.has_unsent
+        has_rest = is_clean and is_settled and before == self._figures()
         self._rested_with = before if has_rest and self.coordinator.policy.mode != ResidencyMode.ALWAYS_HOST else None
 
     def _tick(self) -> None:
@@ -220,7 +225,7 @@ class SpillPolicy:
         if policy.mode == ResidencyMode.ALWAYS_HOST:
             self._send_all_to_host()
         elif coordinator.device_pages.num_free < self.watermark_low_pages:
-            self.make_room(self.watermark_high_pages)
+            self._spill_until_free(self.watermark_high_pages)
         elif policy.promote_pages_per_step:
             self._promote_one_request()
 
