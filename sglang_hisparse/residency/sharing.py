@@ -202,8 +202,6 @@ class SharingPass:
     def _rearrange(self, candidate: Candidate | None, num_pages: int) -> bool:
         book, ones = self._book, [*self._taken, *([] if candidate is None else [candidate])]
         slots, free = _free_slots(book), [one for one in ones if one.is_free]
-        if not slots.size and not free:
-            return False
         rows, counts = _with(_rows_of(book, slots), free), book.unleased
         if free:
             counts = counts.copy()
