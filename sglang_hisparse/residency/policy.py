@@ -15,6 +15,7 @@ from __future__ import annotations
 import numpy as np
 
 from sglang_hisparse.residency.coordinator import ResidencyCoordinator
+from sglang_hisparse.residency.sharing import settle
 from sglang_hisparse.residency.types import Mirroring, PageState, ResidencyMode
 
 # As plain numbers: an enum's attribute costs more than the comparison, and these run per page and step.
@@ -269,15 +270,21 @@ class SpillPolicy:
             on_host = row[book.state[row] == _HOST][::-1]
             batch = on_host[: coordinator.policy.promote_pages_per_step].tolist()
             if not batch:
-                coordinator.release_lease(slot)
+                self._end_lease(slot)
                 continue
             # Spilled once a call: `unused` is not looked up again.
             short = len(batch) + self.watermark_high_pages - coordinator.device_pages.num_free
             if short > 0:
                 coordinator.spill(unused[:short].tolist())
             if coordinator.promote(batch) and len(batch) == count:
-                coordinator.release_lease(slot)
+                self._end_lease(slot)
             return
+
+    def _end_lease(self, slot: int) -> None:
+        """All of the request is back. Beside others that share its pages it may be cheaper to keep it: then the ledger has shrunk,
+        and admission is asked again."""
+        self.coordinator.release_lease(slot)
+        settle(self.coordinator.book, slot)
 
     def _room_to_promote(self) -> int:
         """Device pages that could be had for what comes back, the high watermark left free; 0 where no request fits.

@@ -148,11 +148,14 @@ def fits(book: PageBook, num_pages: int) -> bool:
 
 
 def settle(book: PageBook, slot: int) -> None:
-    """The slot's prefill has ended: it is kept no longer if that costs more than a lease, with all that others share left out."""
-    if book.kept[slot]:
-        alone = np.count_nonzero(book.keepers[book.pages(slot)] == 1)
-        if alone + book.growth_pages()[slot] > book.worst_pages()[slot]:
-            book.set_kept(slot, False)
+    """Count the slot's request in the cheaper form, all others as they are: its prefill has ended, or its lease."""
+    if not book.bounded[slot] or book.leased[slot]:
+        return
+    others = book.keepers[book.pages(slot)] - int(book.kept[slot])
+    kept = int(np.count_nonzero(others == 0) + book.growth_pages()[slot])
+    worst = int(book.worst_pages()[slot])
+    if kept != worst:
+        book.set_kept(slot, kept < worst)
 
 
 class SharingPass:

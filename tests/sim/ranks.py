@@ -16,6 +16,7 @@ import numpy as np
 
 from sglang_hisparse.capacity import Prefill, PrefillRule, prefill_pages
 from sglang_hisparse.residency import Border, DevicePages, Progress, ResidencyCoordinator, ResidencyMode, SpillPolicy
+from sglang_hisparse.residency.invariants import check
 from sglang_hisparse.residency.misses import MissMeter, MissRounds
 from sglang_hisparse.residency.sharing import Candidate, SharingPass
 from sglang_hisparse.residency.types import BorderStep, PageTransfer
@@ -187,9 +188,11 @@ class Ranks:
         if any(plan != plans[0] for plan in plans[1:]):
             raise Violation("R30", f"ranks plan differently: {plans}")
 
-    def check_promises(self) -> None:
-        """What the ledger has promised fits the device at any time."""
+    def check_books(self, *, thoroughly: bool) -> None:
+        """What the ledger has promised fits the device at any time. thoroughly: tables agree with each other too."""
         coordinator = self.first.coordinator
+        if thoroughly:
+            check(coordinator)
         promised, usable = coordinator.book.fresh_committed_pages(), coordinator.device_pages.num_usable
         if self.options.ledger and promised > usable:
             raise Violation("I7", f"{promised} device pages are promised, of {usable} (seed {self.seed})")

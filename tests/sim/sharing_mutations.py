@@ -49,27 +49,17 @@ class KeptPagesSpilled(SpillPolicy):
         book.unleased[pages] = unleased
 
 
-class PromotedAreKept(ResidencyCoordinator):
-    """A request whose lease ends is kept, whatever that is charged."""
-
-    def release_lease(self, slot: int) -> None:
-        had_one = slot in self.hot_lease
-        super().release_lease(slot)
-        if had_one and self.book.live[slot] and self.book.bounded[slot]:
-            self.book.set_kept(slot, True)
-
-
-class UnboundedGrowth(PageBook):
+class GrowthIsFree(PageBook):
     """A kept request is charged the pages that it has, and not those that it grows by."""
 
     def growth_pages(self) -> np.ndarray:
         return super().growth_pages() * self.prefilling
 
 
-class _CoordinatorOfUnboundedGrowth(ResidencyCoordinator):
+class _CoordinatorOfGrowthIsFree(ResidencyCoordinator):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.book = UnboundedGrowth(self.limits)
+        self.book = GrowthIsFree(self.limits)
 
 
 SHARING_MUTATIONS: tuple[Mutation, ...] = (
@@ -77,6 +67,5 @@ SHARING_MUTATIONS: tuple[Mutation, ...] = (
     Mutation("paid by a request that is not kept", "I7", Parts(sharing=PaidByAnybody)),
     Mutation("kept requests go mixed together", "I7", Parts(policy=KeptPagesSpilledTogether)),
     Mutation("page of a kept request spilled", "R19", Parts(policy=KeptPagesSpilled)),
-    Mutation("promoted requests are kept", "I7", Parts(coordinator=PromotedAreKept)),
-    Mutation("growth of kept requests not charged", "I7", Parts(coordinator=_CoordinatorOfUnboundedGrowth)),
+    Mutation("growth of kept requests not charged", "I7", Parts(coordinator=_CoordinatorOfGrowthIsFree)),
 )

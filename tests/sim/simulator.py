@@ -137,9 +137,7 @@ class Simulation:
         elif batch is not None:
             self._process(batch)
         self._run_gpu()
-        if self.rng.random() < 0.1:
-            check(self.ranks.first.coordinator)
-        self.ranks.check_promises()
+        self.ranks.check_books(thoroughly=self.rng.random() < 0.1)
 
     def _run_gpu(self) -> None:
         for rank in self.ranks.members:
@@ -208,8 +206,8 @@ class Simulation:
         if on_host and not ranks.each(lambda rank: rank.coordinator.promote(on_host)):
             raise Violation("I7", f"room was made for {len(on_host)} host-only pages and they cannot be promoted")
         slot = self.free_slots.pop()
-        form = {"bounded": self.options.ledger, "kept": prefill.kept}
-        ranks.each(lambda rank: rank.coordinator.attach(slot, prefix, prompt_pages=prompt, final_pages=final, **form))
+        facts = {"prompt_pages": prompt, "final_pages": final, "bounded": self.options.ledger, "kept": prefill.kept}
+        ranks.each(lambda rank: rank.coordinator.attach(slot, prefix, **facts))
         ranks.each(lambda rank: rank.coordinator.book.hold(prefix, -1))
         request.slot, request.path, request.pages, request.seq_len = slot, path, prefix, start
         self._append(request, num_new)
