@@ -29,6 +29,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from sim.border_mutations import BORDER_MUTATIONS
 from sim.gpu_model import Violation
 from sim.mutations import MUTATIONS, hunt
+from sim.sharing_mutations import SHARING_MUTATIONS
 from sim.simulator import Simulation
 
 CHUNK = 100  # schedules a work item
@@ -79,7 +80,7 @@ def run_mutations(console: Console, num_schedules: int, seed: int, processes: in
     table = Table("planted bug", "breaks", "schedules until caught", "seen as")
     rows = []
     with ProcessPoolExecutor(processes) as pool:
-        planted = (*MUTATIONS, *BORDER_MUTATIONS)
+        planted = (*MUTATIONS, *BORDER_MUTATIONS, *SHARING_MUTATIONS)
         hunts = pool.map(hunt, planted, [seed] * len(planted), [num_schedules] * len(planted))
         for mutation, found in zip(planted, track(hunts, "planted bugs", len(planted), console=console), strict=True):
             count, seen = found or (None, None)

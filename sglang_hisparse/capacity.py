@@ -76,10 +76,11 @@ WINDOWED_BACKENDS = frozenset({"flashmla_sparse", "flashmla_kv"})
 @dataclass(frozen=True, slots=True)
 class Prefill:
     """How a request is to be prefilled. `pages`: device pages that admission charges; `chunk_pages`: longest chunk where it
-    is streamed, 0 where all of it is made resident."""
+    is streamed, 0 where all of it is made resident; `kept`: charged as one whose pages stay, for what others have not paid."""
 
     pages: int
     chunk_pages: int = 0
+    kept: bool = False
 
     @property
     def is_streamed(self) -> bool:
@@ -146,23 +147,27 @@ class PrefillRule:
         prefix_pages: int = 0,
         host_pages: int = 0,
         free_pages: int | None = None,
+        kept_pages: int | None = None,
     ) -> Prefill:
         """prompt_pages, total_pages: at the end of its prefill and at its own end. extend_tokens: those to be computed.
         prefix_pages, host_pages: found in the cache, and how many of them are host-only. free_pages: of the ledger, where the
-        answer may depend on it."""
+        answer may depend on it. kept_pages: what it is charged as a kept request, where it may be one: preferred if that is free."""
         resident = prefill_pages(prompt_pages, total_pages, self.smallest_pages)
+        whole = Prefill(resident)
+        if kept_pages is not None and (free_pages is None or kept_pages <= free_pages):
+            whole = Prefill(kept_pages, kept=True)
         extend_pages = prompt_pages - prefix_pages
         room = self.num_device_pages - self.hot_pages - 1
         chunk = min(extend_pages, room, self.chunk_pages or extend_pages)
         if prompt_pages > self.scratch_pages or chunk < (1 if self.chunk_pages else extend_pages):
-            return Prefill(resident)
+            return whole
         streamed = max(self.hot_pages + chunk + 1, self.smallest_pages)
         is_mostly_on_host = 2 * host_pages >= max(prefix_pages, 1)
-        lacks_room = self.has_windows and free_pages is not None and resident > free_pages
+        lacks_room = self.has_windows and free_pages is not None and whole.pages > free_pages
         is_short = extend_tokens <= self.short_extend_tokens and (is_mostly_on_host or lacks_room)
         if resident > self.num_device_pages or (is_short and streamed <= resident):
             return Prefill(streamed, chunk)
-        return Prefill(resident)
+        return whole
 
 
 def scratch_tokens(shape: KVShape, device_bytes: int, context_tokens: int, wanted: int | None) -> int:

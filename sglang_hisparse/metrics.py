@@ -138,6 +138,11 @@ METRICS: tuple[Metric, ...] = (
         ("full", "mixed", "none"),
     ),
     Metric("hot_leases", Kind.GAUGE, "Requests that hold a hot buffer."),
+    Metric(
+        "kept_requests",
+        Kind.GAUGE,
+        "Requests that admission counts on the GPU as a whole until they end, pages that several of them share once.",
+    ),
     Metric("hot_leases_acquired_total", Kind.COUNTER, "Hot buffers handed out."),
     Metric(
         "retractions_avoided_total",

@@ -225,6 +225,7 @@ def _requests(runtime: HiSparseRuntime) -> Sample:
     return {
         "requests": {mode.value: numbers[mode] for mode in Residency},
         "hot_leases": {"": len(runtime.residency.hot_lease)},
+        "kept_requests": {"": int(np.count_nonzero(runtime.residency.book.kept))},
     }
 
 

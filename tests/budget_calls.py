@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from types import SimpleNamespace
+
 from runtime_world import PAGE
 
 from sglang_hisparse.memory.budget import HiSparsePrefillBudget
 
 
 class Cached(list[int]):
-    """A request as far as the budget looks at one: the pages that it finds in the cache."""
+    """A request as far as the budget looks at one: the pages that it finds in the cache. The end of its output is not known."""
 
     rid = "cached"
+    output_ids: Sequence[int] = ()
+    sampling_params = SimpleNamespace(max_new_tokens=1 << 20)
 
 
 def checked(

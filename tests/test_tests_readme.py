@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
+MUTATION_FILES = ("mutations.py", "border_mutations.py", "sharing_mutations.py")
 TEXT = (FOLDER / "README.md").read_text(encoding="utf-8")
 
 
@@ -22,7 +23,7 @@ def test_every_named_test_exists() -> None:
 
 def test_every_named_mutation_exists() -> None:
     """Goal: the planted bugs are those of the simulator. Method: quoted names of the table of invariants."""
-    planted = "".join((FOLDER / "sim" / name).read_text(encoding="utf-8") for name in ("mutations.py", "border_mutations.py"))
+    planted = "".join((FOLDER / "sim" / name).read_text(encoding="utf-8") for name in MUTATION_FILES)
     rows = [line for line in TEXT.splitlines() if re.match(r"\| I\d+ ", line)]
     assert len(rows) == 10
     names = [name for row in rows for name in re.findall(r'"([^"]+)"', row)]

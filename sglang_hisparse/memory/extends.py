@@ -14,7 +14,8 @@ import numpy as np
 
 from sglang_hisparse.capacity import Prefill, PrefillRule
 from sglang_hisparse.errors import InvariantError
-from sglang_hisparse.residency import PageState, ResidencyCoordinator
+from sglang_hisparse.residency import PageState, ResidencyCoordinator, ResidencyMode
+from sglang_hisparse.residency.sharing import Candidate, SharingPass
 from sglang_hisparse.residency.types import StreamPlan, StreamWindow
 from sglang_hisparse.transfer.prefix_stream import PrefixStream
 
@@ -22,6 +23,11 @@ from sglang_hisparse.transfer.prefix_stream import PrefixStream
 MAX_PLANNED_OUTPUT = 4096
 
 _HOST = int(PageState.HOST)
+
+
+def is_bounded(req: Any) -> bool:
+    """Whether the output length planned for `req` is not clipped, so that it never needs more pages than are planned for it."""
+    return req.sampling_params.max_new_tokens - len(req.output_ids) <= MAX_PLANNED_OUTPUT
 
 
 @dataclass(slots=True)
@@ -38,6 +44,8 @@ class _Request:
     final_pages: int
     chunk_pages: int
     charged_pages: int  #: by the ledger; 0 for a request that has been charged before
+    is_bounded: bool  #: it never has more than `final_pages`
+    is_kept: bool  #: all its pages stay on the device, as the ledger has charged them
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +81,8 @@ class Extends:
         self._was_refused = False
         self._make_room = make_room
         self._requests: list[_Request] = []
-        self._promised: dict[str, Prefill] = {}  # by request id: what the last admission pass has charged
+        self._promised: dict[str, tuple[Prefill, Candidate]] = {}  # by request id: what the last admission pass has charged
+        self.sharing = self._new_pass()
 
     @property
     def is_allocating(self) -> bool:
@@ -90,10 +99,11 @@ class Extends:
         free_pages: int,
         *,
         num_prefix_pages: int | None = None,
+        kept_pages: int | None = None,
     ) -> Prefill:
         """How a request is prefilled that finds `prefix_pages` in the cache; changes nothing. free_pages: of the ledger, without
         those of requests ahead of it in the batch. num_prefix_pages: how many they are, where which ones does not matter (nothing
-        is streamed)."""
+        is streamed). kept_pages: its charge as a kept request, where it may be one."""
         page, book = self.page_size, self.residency.book
         count = len(prefix_pages) if num_prefix_pages is None else num_prefix_pages
         host_pages = np.count_nonzero(book.state[np.asarray(prefix_pages, dtype=np.int64)] == _HOST)
@@ -104,15 +114,22 @@ class Extends:
             prefix_pages=count,
             host_pages=int(host_pages),
             free_pages=free_pages,
+            kept_pages=kept_pages,
         )
 
-    def begin_pass(self) -> None:
+    def _new_pass(self) -> SharingPass:
+        return SharingPass(self.residency.book, self.residency.policy.mode != ResidencyMode.ALWAYS_HOST)
+
+    def begin_pass(self) -> SharingPass:
         """A new admission pass: what another one has promised does not count."""
         self._promised.clear()
+        self.sharing = self._new_pass()
+        return self.sharing
 
-    def promise(self, req: Any, prefill: Prefill) -> None:
-        """Admission has charged `req` for this; allocation keeps to it, whatever has been freed in between."""
-        self._promised[req.rid] = prefill
+    def promise(self, req: Any, prefill: Prefill, candidate: Candidate) -> None:
+        """Admission has charged `req` for this; allocation keeps to it, whatever has been freed in between. Whether it is kept may
+        change until the pass is over."""
+        self._promised[req.rid] = prefill, candidate
 
     def begin(self, batch: Any) -> None:
         """Hold the prefixes that are to be resident, spill, promote; SGLang allocates next (R21)."""
@@ -136,19 +153,24 @@ class Extends:
         req, prefix_len = batch.reqs[index], batch.prefix_lens[index]
         seq_len, total = prefix_len + batch.extend_lens[index], len(req.full_untruncated_fill_ids)
         left = min(max(req.sampling_params.max_new_tokens - len(req.output_ids), 0), MAX_PLANNED_OUTPUT)
+        is_kept = False
         prompt_pages, final_pages = -(-total // self.page_size), -(-(total + left) // self.page_size)
         if is_new := not req.kv.holds_kv:
             pages = batch.tree_cache.prefix_pages(req) if prefix_len else []
             promised = self._promised.get(req.rid)
-            prefill = self.decide(pages, total, total + left, free_pages) if promised is None else promised
+            if promised is None:
+                prefill = self.decide(pages, total, total + left, free_pages)
+            else:
+                prefill, is_kept = promised[0], promised[1].kept
             is_streamed = prefill.is_streamed
         else:
             slot, prefill = req.kv.req_pool_idx, Prefill(0)
             pages, is_streamed = self.residency.book.pages(slot).tolist(), self.residency.book.streams(slot)
         ends, new_tokens = seq_len >= total, batch.extend_lens[index]
         return _Request(
-            pages, is_new, is_streamed, seq_len, new_tokens, ends, prompt_pages, final_pages, prefill.chunk_pages, prefill.pages
-        )
+            pages, is_new, is_streamed, seq_len, new_tokens, ends, prompt_pages, final_pages, prefill.chunk_pages, prefill.pages,
+            self.sharing.can_keep and is_bounded(req), is_kept,
+        )  # fmt: skip
 
     def attach(self, slots: Sequence[int]) -> None:
         """SGLang has given the batch its request slots, in batch order; it allocates tokens next."""
@@ -162,6 +184,8 @@ class Extends:
                     prompt_pages=streamed_pages if request.is_streamed else request.prompt_pages,
                     final_pages=request.final_pages,
                     streamed=request.is_streamed,
+                    bounded=request.is_bounded,
+                    kept=request.is_kept,
                 )
             if not request.is_streamed:
                 self.residency.book.hold(request.prefix_pages, -1)

@@ -35,6 +35,7 @@ import numpy as np
 
 from sglang_hisparse.residency.coordinator import ResidencyCoordinator
 from sglang_hisparse.residency.returns import PrefixReturns
+from sglang_hisparse.residency.sharing import fits, least_committed_pages
 from sglang_hisparse.residency.types import BorderStep
 
 MAX_STEPS_AT_ONCE = 4
@@ -154,8 +155,8 @@ class Border:
         return not (self.is_at_end or self.is_moving or self._rest) and self._fits(self.begun + 1)
 
     def _fits(self, step: int) -> bool:
-        """Whether what the live requests may need at worst fits the device pages of `step` (I7)."""
-        return self.coordinator.book.committed_pages() <= self.steps[step].device_pages
+        """Whether what the live requests may need at worst fits the device pages of `step` (I7), kept or not as is cheapest."""
+        return least_committed_pages(self.coordinator.book) <= self.steps[step].device_pages
 
     # -- wishes -----------------------------------------------------------------------------------------------------
 
@@ -300,6 +301,10 @@ class Border:
         if step < self.begun:
             self._go_back(step)
 
+    def _keeps_within(self, limit: int) -> bool:
+        """Choose who is kept so that the live requests are charged no more than `limit` (I7)."""
+        return fits(self.coordinator.book, limit)
+
     def _target(self, wanted: int) -> int:
         """The nearest step with so many logical pages that the live requests leave room for."""
         last = min(len(self.steps) - 1, self.begun + MAX_STEPS_AT_ONCE)
@@ -310,7 +315,7 @@ class Border:
 
     def _begin(self, target: int) -> None:
         coordinator, limit = self.coordinator, self.steps[target].device_pages
-        if not coordinator.can_withhold(limit):
+        if not coordinator.can_withhold(limit) or not self._keeps_within(limit):
             return
         if not self._make_room(coordinator.device_pages.num_usable - limit):
             self._rest = REST_LOOKS

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from sglang_hisparse.errors import InvariantError
-from sglang_hisparse.residency import streams
+from sglang_hisparse.residency import sharing, streams
 from sglang_hisparse.residency.device_pages import DevicePages, Owner
 from sglang_hisparse.residency.host_copies import HostCopies, MirrorSink
 from sglang_hisparse.residency.page_book import PageBook
@@ -93,17 +93,21 @@ class ResidencyCoordinator(HostCopies):
         prompt_pages: int = 0,
         prefilling: bool = True,
         streamed: bool = False,
+        bounded: bool = False,
+        kept: bool = False,
     ) -> None:
         """A request takes `slot`, with the prefix pages it shares. All its pages are held while it is being prefilled.
 
         `prompt_pages`: device pages that its prefill needs at worst, without the one to grow into (all of its prompt, unless it
-        is streamed); `final_pages`: pages at its own end. The admission ledger counts with them (`PageBook.committed_pages`). `streamed`: its extends read host-only
+        is streamed); `final_pages`: pages at its own end, and never more where that is `bounded`. The admission ledger counts with
+        them (`PageBook.committed_pages`), in the form that admission has said (`kept`). `streamed`: its extends read host-only
         pages through the scratch, so it holds a lease from now on, and no page but those that are still being written; room
         for the lease has been made.
         """
         if streamed and not self.acquire_lease(slot):
             raise InvariantError(f"I7: request slot {slot} was promised a hot lease and too few device pages are free")
-        self.book.open_slot(slot, prefilling=prefilling, prompt_pages=prompt_pages, final_pages=final_pages)
+        form = {"bounded": bounded, "kept": kept and not streamed}
+        self.book.open_slot(slot, prefilling=prefilling, prompt_pages=prompt_pages, final_pages=final_pages, **form)
         self.book.map_pages(slot, prefix_pages)
         self.book.sealed[slot] = len(prefix_pages)
         if not prefilling:
@@ -148,6 +152,7 @@ class ResidencyCoordinator(HostCopies):
             book.sealed[slot] = max(int(book.sealed[slot]), full)
             if ended:
                 book.end_prefill(slot)
+                sharing.settle(book, slot)
                 self._hold_tail_only(slot)
             elif book.streams(slot):
                 book.set_held_from(slot, int(book.sealed[slot]))

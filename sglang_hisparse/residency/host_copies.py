@@ -98,6 +98,11 @@ class HostCopies:
         """Whether a host copy is planned or under way: the system is not idle (R29)."""
         return bool(self._transfers)
 
+    @property
+    def has_unsent(self) -> bool:
+        """Whether a copy is planned that is neither on the copy stream nor failed."""
+        return bool(self._sources)
+
     def on_enqueued(self, transfer_ids: Iterable[int]) -> None:
         """These copies are on the copy stream: every later writer of their device pages is ordered behind them."""
         newest = 0

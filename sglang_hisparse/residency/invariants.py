@@ -141,6 +141,9 @@ def _check_counts(coordinator: ResidencyCoordinator) -> None:
     unleased = ~book.leased[slots]
     count = np.bincount(pages[unleased], minlength=num_pages)
     _require(book.unleased != count, "R19: the users without a lease of a logical page are miscounted")
+    count = np.bincount(pages[book.kept[slots]], minlength=num_pages)
+    _require(book.keepers != count, "I7: the kept users of a logical page are miscounted")
+    _require(book.kept & (book.leased | ~book.live | ~book.bounded), "I7: a request slot is kept that cannot be")
     held = positions >= book.held_from[slots]
     _require(
         book.holds != np.bincount(pages[held], minlength=num_pages), "R19: the holds of a logical page are miscounted"
@@ -158,7 +161,7 @@ def _check_kept_figures(book: PageBook) -> None:
     counted = np.flatnonzero(book._counted_at == book.moves)
     on_host = np.count_nonzero(book.state[book.slot_pages[counted]] == _HOST, axis=1)
     _require(book._host_counts[counted] != on_host, "R19: the host-only pages of a request slot changed without a move")
-    if book._committed[0] == book.moves and book._committed[1] != int(book.worst_pages().sum()):
+    if book._committed[0] == book.moves and book._committed[1] != book.fresh_committed_pages():
         raise InvariantError(f"I7: {book._committed[1]} committed pages are not those of the live requests any more")
 
 

@@ -9,6 +9,9 @@ Ownership of a request's pages, by index into its row, for a slot with n pages:
     [0, held_from)   may leave the device (if sealed, and if every user has a lease)
     [held_from, n)   held: the tail of a decoding request, everything of a request that is being prefilled; of one whose
                      prefill is streamed, the pages that are not sealed yet
+
+The ledger counts a request in one of two forms: *kept*, when all its pages stay resident and pages that several kept requests use
+count once; else by what it needs when all of it that can leave has left (`worst_pages`). Which form is sharing.py's to say.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ class PageBook:
         self.device_page = np.zeros(pages, dtype=np.int32)
         self.users = np.zeros(pages, dtype=np.int32)  # slots that map the page
         self.unleased = np.zeros(pages, dtype=np.int32)  # of these, slots without a hot lease
+        self.keepers = np.zeros(pages, dtype=np.int32)  # of these, slots that are kept
         self.holds = np.zeros(pages, dtype=np.int32)  # reasons for which the page may not leave the device
         self.last_use = np.zeros(pages, dtype=np.int64)  # step of the last forward that could read it
         self.transfer = np.zeros(pages, dtype=np.int64)  # id of the host copy in flight, 0: none
@@ -49,6 +53,8 @@ class PageBook:
         self.leased = np.zeros(slots, dtype=bool)
         self.prompt_pages = np.zeros(slots, dtype=np.int64)  # device pages that its prefill needs, but for one to grow into
         self.final_pages = np.zeros(slots, dtype=np.int64)  # pages at the end of the request, an upper estimate
+        self.bounded = np.zeros(slots, dtype=bool)  # no request of it can have more than `final_pages`: it may be kept
+        self.kept = np.zeros(slots, dtype=bool)  # none of its pages leaves the device, as the ledger counts
         self.misses = np.zeros(slots)  # rows that its request fetches per decode step, equal on all ranks; 0: few, or unknown
         # Requests that the slot has had, so that counts of one are not taken for another's. Never goes back.
         self.lives = np.zeros(slots, dtype=np.int64)
@@ -57,7 +63,8 @@ class PageBook:
         self.moves = 0
         self._host_counts = np.zeros(slots, dtype=np.int64)
         self._counted_at = np.full(slots, -1, dtype=np.int64)  # `moves` when the slot's host-only pages were counted
-        self._committed = (-1, 0)  # `moves`, and the sum of `worst_pages` then
+        self._committed = (-1, 0)  # `moves`, and what the ledger charged all live requests then
+        self.least_committed = (-1, 0)  # `moves`, and the least that it could charge them then (sharing.py)
         self.num_usable = limits.steps[0].logical_pages  # logical pages 1..num_usable have index-K, and may be handed out
         # Pages above this one are handed out only when none below is free: a border that is to come back waits for them.
         self.fill_limit = self.num_usable
@@ -69,9 +76,9 @@ class PageBook:
     def clear(self) -> None:
         """Forget everything: all logical pages free, no slot live."""
         for array in (
-            self.state, self.device_page, self.users, self.unleased, self.holds, self.last_use, self.transfer,
+            self.state, self.device_page, self.users, self.unleased, self.keepers, self.holds, self.last_use, self.transfer,
             self.enqueued, self.slot_pages, self.num_pages, self.held_from, self.sealed, self.live, self.prefilling,
-            self.leased, self.prompt_pages, self.final_pages, self.misses,
+            self.leased, self.prompt_pages, self.final_pages, self.bounded, self.kept, self.misses,
         ):  # fmt: skip
             array.fill(0)
         self.generation += 1
@@ -168,7 +175,9 @@ class PageBook:
         """The slot's logical pages in position order, int32; 0 where a page has been given up (being released)."""
         return self.slot_pages[slot, : self.num_pages[slot]]
 
-    def open_slot(self, slot: int, *, prefilling: bool, prompt_pages: int, final_pages: int) -> None:
+    def open_slot(
+        self, slot: int, *, prefilling: bool, prompt_pages: int, final_pages: int, bounded: bool = False, kept: bool = False
+    ) -> None:
         if self.live[slot]:
             raise InvariantError(f"request slot {slot} still has the pages of its last request")
         self.moves += 1
@@ -177,6 +186,8 @@ class PageBook:
         self.prefilling[slot] = prefilling
         self.prompt_pages[slot] = prompt_pages
         self.final_pages[slot] = final_pages
+        self.bounded[slot] = bounded
+        self.set_kept(slot, kept)
 
     def map_pages(self, slot: int, pages: Sequence[int]) -> None:
         """Append `pages` to the slot's row; they are held until `set_held_from` lets them go."""
@@ -193,6 +204,8 @@ class PageBook:
         np.add.at(self.users, index, 1)
         if not self.leased[slot]:
             np.add.at(self.unleased, index, 1)
+        if self.kept[slot]:
+            np.add.at(self.keepers, index, 1)
         np.add.at(self.holds, index, 1)
 
     def unmap_pages(self, slot: int, start: int, end: int) -> list[int]:
@@ -207,6 +220,8 @@ class PageBook:
         np.subtract.at(self.users, index, 1)
         if not self.leased[slot]:
             np.subtract.at(self.unleased, index, 1)
+        if self.kept[slot]:
+            np.subtract.at(self.keepers, index, 1)
         held = row[mapped & (np.arange(start, end) >= self.held_from[slot])]
         np.subtract.at(self.holds, held, 1)
         taken = index.tolist()
@@ -225,6 +240,7 @@ class PageBook:
             self.holds[target] += sign * held
             if not self.leased[slot]:
                 self.unleased[target] += sign
+            self.keepers[target] += sign * int(self.kept[slot])
         self.slot_pages[slot, position] = page
         return old
 
@@ -234,7 +250,7 @@ class PageBook:
         self.unmap_pages(slot, 0, int(self.num_pages[slot]))
         for array in (
             self.num_pages, self.held_from, self.sealed, self.live, self.prefilling, self.prompt_pages, self.final_pages,
-            self.misses,
+            self.bounded, self.kept, self.misses,
         ):  # fmt: skip
             array[slot] = 0
 
@@ -255,10 +271,23 @@ class PageBook:
     def set_leased(self, slot: int, leased: bool) -> None:
         if bool(self.leased[slot]) == leased:
             return
+        if leased:
+            self.set_kept(slot, False)
         self.moves += 1
         self.leased[slot] = leased
         row = self.pages(slot)
         np.add.at(self.unleased, row[row != PAD_PAGE], -1 if leased else 1)
+
+    def set_kept(self, slot: int, kept: bool) -> None:
+        """Count the slot's request in the one form or in the other."""
+        if bool(self.kept[slot]) == kept:
+            return
+        if kept and (self.leased[slot] or not self.bounded[slot]):
+            raise InvariantError(f"I7: request slot {slot} holds a lease, or may outgrow its estimate, and cannot be kept")
+        self.moves += 1
+        self.kept[slot] = kept
+        row = self.pages(slot)
+        np.add.at(self.keepers, row[row != PAD_PAGE], 1 if kept else -1)
 
     def hold(self, pages: Sequence[int], sign: int) -> None:
         """Keep `pages` on the device (+1), or let them go again (-1): a batch's prefixes while it is being allocated."""
@@ -314,10 +343,20 @@ class PageBook:
         decoding = np.where(self.leased, smallest, decoding)
         return np.where(self.prefilling, np.maximum(self.prompt_pages + 1, decoding), decoding) * self.live
 
+    def growth_pages(self) -> np.ndarray:
+        """Per slot, int64: device pages that its request takes beyond those it has, if it is kept."""
+        prompt = np.where(self.prefilling, self.prompt_pages + 1, 0)
+        return np.maximum(np.maximum(self.final_pages, prompt) - self.num_pages, 0) * self.live
+
+    def fresh_committed_pages(self) -> int:
+        """`committed_pages`, looked up: each request in its form, the pages of the kept ones once."""
+        charged = np.where(self.kept, self.growth_pages(), self.worst_pages()) if self.kept.any() else self.worst_pages()
+        return int(charged.sum()) + int(np.count_nonzero(self.keepers))
+
     def committed_pages(self) -> int:
-        """`worst_pages` of all live requests."""
+        """Device pages that the live requests need at worst."""
         if self._committed[0] != self.moves:
-            self._committed = self.moves, int(self.worst_pages().sum())
+            self._committed = self.moves, self.fresh_committed_pages()
         return self._committed[1]
 
     def forget_transfer(self, page: int | np.ndarray) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import numpy as np
 
 from sglang_hisparse.residency.coordinator import ResidencyCoordinator
+from sglang_hisparse.residency.sharing import settle
 from sglang_hisparse.residency.types import Mirroring, PageState, ResidencyMode
 
 # As plain numbers: an enum's attribute costs more than the comparison, and these run per page and step.
@@ -52,15 +53,20 @@ class SpillPolicy:
 
     def make_room(self, num_pages: int) -> bool:
         """Spill until `num_pages` device pages are free; False when nothing more can leave (the caller queues or retracts)."""
-        if self._short(num_pages) <= 0:
-            return True
-        self._spill_unclaimed(num_pages)
-        while self._short(num_pages) > 0 and (self._mix_best_request(num_pages) or self._mix_best_cluster(num_pages)):
-            pass
-        done = self._short(num_pages) <= 0
+        done = self._spill_until_free(num_pages)
         if not done:
             self.coordinator.counters.refusals += 1
         return done
+
+    def _spill_until_free(self, num_pages: int) -> bool:
+        if self._short(num_pages) <= 0:
+            return True
+        self._spill_unclaimed(num_pages)
+        while self._short(num_pages) > 0 and (
+            self._mix_best_request(num_pages) or self._mix_best_cluster(num_pages) or self._mix_all_that_may()
+        ):
+            pass
+        return self._short(num_pages) <= 0
 
     def _short(self, num_pages: int) -> int:
         return num_pages - self.coordinator.device_pages.num_free
@@ -100,9 +106,17 @@ class SpillPolicy:
         return np.flatnonzero(book.live & ~book.prefilling & ~book.leased).tolist()
 
     def _mix_best_request(self, num_pages: int) -> bool:
-        """The request that gains most takes a lease and gives back its oldest pages. False: none gains."""
-        hot = self.coordinator.limits.hot_pages
-        candidates = [(pages.size, slot, pages) for slot in self._unleased_decoding() if (pages := self._mixable(slot)).size > hot]
+        """The request that gains most takes a lease and gives back its oldest pages. False: none gains.
+
+        A request that the ledger keeps must give back as much as it is charged for with a lease: the sum may not rise.
+        """
+        limits = self.coordinator.limits
+        hot, kept = limits.hot_pages, self.coordinator.book.kept
+        candidates = [
+            (pages.size, slot, pages)
+            for slot in self._unleased_decoding()
+            if (pages := self._mixable(slot)).size > (limits.smallest_pages - 1 if kept[slot] else hot)
+        ]
         for size, slot, pages in sorted(candidates, key=lambda item: (-item[0], item[1])):
             # At least one page more than the lease costs; beyond that, what is short and up to the high watermark.
             wanted = max(hot + 1, self._short(num_pages + self.watermark_high_pages) + hot)
@@ -114,12 +128,11 @@ class SpillPolicy:
         """Requests that share pages go mixed together, where the pages they give back exceed all their leases.
 
         Candidates are the sets of users of the pages themselves: a long prefix that two requests share may leave although
-        the first page of it serves a hundred others. Requests too short to be charged for a lease (`worst_pages`) never
-        take part: the ledger pays for every page that they use, and could not pay for their leases.
+        the first page of it serves a hundred others. Requests too short to be charged for a lease (`worst_pages`), and those
+        that are kept, never take part: the ledger pays for every page that they use, and could not pay for their leases.
         """
         book, hot = self.coordinator.book, self.coordinator.limits.hot_pages
-        worst = book.worst_pages()
-        slots = [slot for slot in self._unleased_decoding() if worst[slot] == self.coordinator.limits.smallest_pages]
+        slots = self._charged_for_a_lease()
         rows = {slot: book.slot_pages[slot, : book.held_from[slot]] for slot in slots}
         users = np.zeros(book.users.shape, dtype=np.int32)
         for row in rows.values():
@@ -136,6 +149,21 @@ class SpillPolicy:
             if (gain := pages.size - hot * len(cluster)) > 0:
                 candidates.append((-gain, cluster, pages))
         return any(self._mix(cluster, pages) for _, cluster, pages in sorted(candidates, key=lambda item: item[:2]))
+
+    def _charged_for_a_lease(self) -> list[int]:
+        """Decoding requests without a lease for which the ledger has paid one."""
+        book = self.coordinator.book
+        is_charged = (book.worst_pages() == self.coordinator.limits.smallest_pages) & ~book.kept
+        return [slot for slot in self._unleased_decoding() if is_charged[slot]]
+
+    def _mix_all_that_may(self) -> bool:
+        """All of these at once: what is left then is what the ledger has charged. Where that gains nothing, no more than that is
+        in use already, so `make_room` reaches the sum whatever shape the prefixes have (I7)."""
+        if not (slots := self._charged_for_a_lease()):
+            return False
+        book = self.coordinator.book
+        pages = self._pages_of_cluster([book.slot_pages[slot, : book.held_from[slot]] for slot in slots])
+        return pages.size > self.coordinator.limits.hot_pages * len(slots) and self._mix(slots, pages)
 
     def _pages_of_cluster(self, rows: list[np.ndarray]) -> np.ndarray:
         """Pages of `rows` that could leave if just the requests of these rows took leases."""
@@ -174,7 +202,7 @@ class SpillPolicy:
         return not self.coordinator.num_dirty and self._rested_with == self._figures()
 
     def _figures(self) -> tuple[int, int, int]:
-        """What `tick` goes by while no page is DIRTY and the low watermark is free."""
+        """What `tick` goes by while no page is DIRTY, and none is to be acknowledged that may leave then."""
         pages = self.coordinator.device_pages
         return self.coordinator.book.moves, pages.num_free, pages.num_usable
 
@@ -184,8 +212,10 @@ class SpillPolicy:
             return
         before, is_clean = self._figures(), not self.coordinator.num_dirty
         self._tick()
-        # In need of pages, acknowledgements that are no move of the book may let some leave in the next step.
-        has_rest = is_clean and before[1] >= self.watermark_low_pages and before == self._figures()
+        # In need of pages, acknowledgements that are no move of the book may let some leave in the next step. With none to come a
+        # device that is full of pages that must stay is no reason to look at them in every step.
+        is_settled = before[1] >= self.watermark_low_pages or not self.coordinator.has_unsent
+        has_rest = is_clean and is_settled and before == self._figures()
         self._rested_with = before if has_rest and self.coordinator.policy.mode != ResidencyMode.ALWAYS_HOST else None
 
     def _tick(self) -> None:
@@ -196,7 +226,7 @@ class SpillPolicy:
         if policy.mode == ResidencyMode.ALWAYS_HOST:
             self._send_all_to_host()
         elif coordinator.device_pages.num_free < self.watermark_low_pages:
-            self.make_room(self.watermark_high_pages)
+            self._spill_until_free(self.watermark_high_pages)
         elif policy.promote_pages_per_step:
             self._promote_one_request()
 
@@ -240,15 +270,21 @@ class SpillPolicy:
             on_host = row[book.state[row] == _HOST][::-1]
             batch = on_host[: coordinator.policy.promote_pages_per_step].tolist()
             if not batch:
-                coordinator.release_lease(slot)
+                self._end_lease(slot)
                 continue
             # Spilled once a call: `unused` is not looked up again.
             short = len(batch) + self.watermark_high_pages - coordinator.device_pages.num_free
             if short > 0:
                 coordinator.spill(unused[:short].tolist())
             if coordinator.promote(batch) and len(batch) == count:
-                coordinator.release_lease(slot)
+                self._end_lease(slot)
             return
+
+    def _end_lease(self, slot: int) -> None:
+        """All of the request is back. Beside others that share its pages it may be cheaper to keep it: then the ledger has shrunk,
+        and admission is asked again."""
+        self.coordinator.release_lease(slot)
+        settle(self.coordinator.book, slot)
 
     def _room_to_promote(self) -> int:
         """Device pages that could be had for what comes back, the high watermark left free; 0 where no request fits.

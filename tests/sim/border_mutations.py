@@ -112,6 +112,9 @@ class BorderIgnoresTheLedger(Border):
     def _fits(self, step: int) -> bool:
         return True
 
+    def _keeps_within(self, limit: int) -> bool:
+        return True
+
 
 class RankMovesAlone(Border):
     """A rank goes on by what it has seen itself."""

@@ -14,8 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from sglang_hisparse.residency import Border, DevicePages, Progress, ResidencyCoordinator, SpillPolicy
+from sglang_hisparse.capacity import Prefill, PrefillRule, prefill_pages
+from sglang_hisparse.residency import Border, DevicePages, Progress, ResidencyCoordinator, ResidencyMode, SpillPolicy
+from sglang_hisparse.residency.invariants import check
 from sglang_hisparse.residency.misses import MissMeter, MissRounds
+from sglang_hisparse.residency.sharing import Candidate, SharingPass
 from sglang_hisparse.residency.types import BorderStep, PageTransfer
 from sim.gpu_model import GpuModel, Violation
 from sim.options import Options
@@ -61,6 +64,7 @@ class Parts:
     gpu: type[GpuModel] = GpuModel
     border: type[Border] = Border
     mover: type[SimMover] = SimMover
+    sharing: type[SharingPass] = SharingPass
 
 
 @dataclass(slots=True)
@@ -81,6 +85,24 @@ class Rank:
     num_asked: int = 0  # times in this iteration that it asked the others how far the border has come
     fetched: np.ndarray | None = None  # int64 [slots]: what its resolver claims to have counted, unlike any other rank's
     misses: Any = None
+    sharing: type[SharingPass] = SharingPass
+
+    def charge(self, rule: PrefillRule, prefix: list[int], prompt: int, final: int, facts: dict[str, Any]) -> Prefill | None:
+        """The ledger's answer to one request, as memory/budget.py asks it; None: it waits."""
+        book, usable = self.coordinator.book, self.coordinator.device_pages.num_usable
+        free, need = usable - book.committed_pages(), max(prompt + 1, final)
+        one, pages = self.sharing(book), np.asarray(prefix, dtype=np.int64)
+        may_be_kept = self.coordinator.policy.mode != ResidencyMode.ALWAYS_HOST
+        price = one.price(pages, need) if may_be_kept else None
+        prefill = rule.decide(prompt, final, free_pages=free, kept_pages=price, **facts)
+        if prefill.pages <= free:
+            return prefill
+        resident = prefill_pages(prompt, final, rule.smallest_pages)
+        whole = Candidate(pages, need, resident, is_free=may_be_kept)
+        if resident <= rule.num_device_pages and one.make_fit(whole, usable):
+            return Prefill(resident, kept=whole.kept)
+        streamed = Candidate(pages, need, prefill.pages, is_free=False)
+        return prefill if prefill.is_streamed and one.make_fit(streamed, usable) else None
 
 
 class RankCache:
@@ -126,7 +148,7 @@ class Ranks:
         self.first = self.members[0]
 
     def _make_rank(self, parts: Parts) -> Rank:
-        rank = Rank(parts.gpu(self.options.limits))
+        rank = Rank(parts.gpu(self.options.limits), sharing=parts.sharing)
         pages = parts.device_pages(self.options.limits.num_device_pages)
 
         def sink(transfers: list[PageTransfer]) -> list[int]:
@@ -197,6 +219,15 @@ class Ranks:
             plans.append((plan.step, plan.promotions, plan.table, plan.leases, plan.relocations, plan.vacates))
         if any(plan != plans[0] for plan in plans[1:]):
             raise Violation("R30", f"ranks plan differently: {plans}")
+
+    def check_books(self, *, thoroughly: bool) -> None:
+        """What the ledger has promised fits the device at any time. thoroughly: tables agree with each other too."""
+        coordinator = self.first.coordinator
+        if thoroughly:
+            check(coordinator)
+        promised, usable = coordinator.book.fresh_committed_pages(), coordinator.device_pages.num_usable
+        if self.options.ledger and promised > usable:
+            raise Violation("I7", f"{promised} device pages are promised, of {usable} (seed {self.seed})")
 
     # -- enqueued ---------------------------------------------------------------------------------------------------
 

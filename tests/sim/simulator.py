@@ -138,8 +138,7 @@ class Simulation:
         elif batch is not None:
             self._process(batch)
         self._run_gpu()
-        if self.rng.random() < 0.1:
-            check(self.ranks.first.coordinator)
+        self.ranks.check_books(thoroughly=self.rng.random() < 0.1)
 
     def _run_gpu(self) -> None:
         for rank in self.ranks.members:
@@ -183,10 +182,12 @@ class Simulation:
         final, prompt = -(-request.target_len // size), -(-request.prompt_len // size)
         book = ranks.first.coordinator.book
         on_host = [page for page in prefix if book.is_host_only(page)]
-        free = ranks.first.coordinator.device_pages.num_usable - book.committed_pages() if self.options.ledger else None
-        found = {"prefix_pages": len(prefix), "host_pages": len(on_host), "free_pages": free}
-        prefill = self.rule.decide(prompt, final, extend_tokens=request.prompt_len - start, **found)
-        if free is not None and prefill.pages > free:
+        found = {"prefix_pages": len(prefix), "host_pages": len(on_host), "extend_tokens": request.prompt_len - start}
+        if self.options.ledger:
+            prefill = ranks.each(lambda rank: rank.charge(self.rule, prefix, prompt, final, found))
+        else:
+            prefill = self.rule.decide(prompt, final, **found)
+        if prefill is None:
             return None
         request.chunk_pages = prefill.chunk_pages
         end = self._chunk_end(request, start)
@@ -206,7 +207,8 @@ class Simulation:
         if on_host and not ranks.each(lambda rank: rank.coordinator.promote(on_host)):
             raise Violation("I7", f"room was made for {len(on_host)} host-only pages and they cannot be promoted")
         slot = self.free_slots.pop()
-        ranks.each(lambda rank: rank.coordinator.attach(slot, prefix, prompt_pages=prompt, final_pages=final))
+        facts = {"prompt_pages": prompt, "final_pages": final, "bounded": self.options.ledger, "kept": prefill.kept}
+        ranks.each(lambda rank: rank.coordinator.attach(slot, prefix, **facts))
         ranks.each(lambda rank: rank.coordinator.book.hold(prefix, -1))
         request.slot, request.path, request.pages, request.seq_len = slot, path, prefix, start
         self._append(request, num_new)

@@ -14,10 +14,11 @@ from residency.stage import Stage
 from sglang_hisparse.residency import SpillPolicy
 from sim.border_mutations import BORDER_MUTATIONS
 from sim.mutations import MUTATIONS, Mutation, hunt
+from sim.sharing_mutations import SHARING_MUTATIONS
 
 SEED = 40_000
 LIMIT = 3_000
-PLANTED = (*MUTATIONS, *BORDER_MUTATIONS)
+PLANTED = (*MUTATIONS, *BORDER_MUTATIONS, *SHARING_MUTATIONS)
 
 
 @pytest.mark.parametrize("mutation", PLANTED, ids=[mutation.name for mutation in PLANTED])
