@@ -73,6 +73,11 @@ def pool_obstacle(*, saves_memory: bool, has_custom_pool: bool) -> str | None:
     return None
 
 
+def untried_obstacle(num_ranks: int, wanted: bool | None) -> str | None:
+    """Why a border that is left open does not move in a server of `num_ranks` ranks: no server has run so on several GPUs yet."""
+    return "has not run on several GPUs yet; true lets it move all the same" if wanted is None and num_ranks > 1 else None
+
+
 def check_border(wanted: bool | None, obstacle: str | None) -> None:
     """Raise ConfigError where `elastic_border: true` meets an obstacle, such as `pool_obstacle` names."""
     if wanted and obstacle is not None:

@@ -121,6 +121,12 @@ METRICS: tuple[Metric, ...] = (
         "stage",
         ("taken", "left"),
     ),
+    Metric(
+        "prefixes_return_rarely",
+        Kind.GAUGE,
+        "1 while prompts seldom return to what is cached: cached prefixes are given up before memory moves to index-K for them, and the "
+        "border goes back under load; else 0, and without elastic_border.",
+    ),
     Metric("device_usage", Kind.GAUGE, "Share of the device pages in use."),
     Metric("host_usage", Kind.GAUGE, "Share of the host tier's pages in use (every logical page has a home there)."),
     Metric("host_tier_bytes", Kind.GAUGE, "Pinned host memory of the host tier, used and free."),

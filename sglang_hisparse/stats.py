@@ -204,6 +204,7 @@ def _pools(runtime: HiSparseRuntime) -> Sample:
             "unbacked": num_host - book.num_usable,
         },
         "border_steps": {"taken": border.get("border_steps", 0), "left": border.get("border_steps_left", 0)},
+        "prefixes_return_rarely": {"": border.get("prefixes_return_rarely", 0)},
         "mirror_backlog_pages": {"waiting": residency.num_dirty, "in_flight": int(np.count_nonzero(book.transfer))},
         "device_pages": {owner.name.lower(): device.count(owner) for owner in Owner},
         "device_usage": {"": 1 - device.num_free / device.num_usable},

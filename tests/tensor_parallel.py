@@ -171,6 +171,31 @@ def a_border_seen_by_each_rank_alone(rank: int, port: int, trace: Trace) -> None
     a_border_seen_at_two_speeds(rank, port, trace, agreed=False)
 
 
+def prompts_that_do_not_return(rank: int, port: int, trace: Trace) -> None:
+    """Prompts that are sent once, then conversations, then prompts again; each rank's copies are done, and its forward stream passes, at
+    another time."""
+    from harness.hisparse import small_chunks
+
+    sizes = {"device_tokens": 60 * PAGE, "num_layers": 8, "index_topk_freq": 8, "max_running_requests": 4}
+    with small_chunks(), engine_of(rank, port, {"elastic_border": True, "device_buffer_size": 128}, **sizes) as engine:
+        border, seen = engine.coordinator.border, np.random.default_rng(rank)
+        border.memory.has_vacated = lambda: seen.random() < (0.9, 0.2)[rank]
+        border.border.watch_looks, engine.link._max_batches = 40, 1 + 2 * rank
+        rng, histories, most = np.random.default_rng(19), [[] for _ in range(14)], 0
+        for phase in range(6):
+            turns = [[*history, *rng.integers(10, 1000, 20 if history else 640).tolist()] for history in histories]
+            prompts = turns if phase in (2, 3) else [rng.integers(10, 1000, 640).tolist() for _ in range(24)]
+            handles = []
+            while prompts or not all(handle.finished for handle in handles):
+                while prompts and sum(not handle.finished for handle in handles) < 5:
+                    handles.append(engine.submit(prompts.pop(0), 10))
+                trace.step(engine)
+                most = max(most, border.border.ended)
+            if phase in (2, 3):
+                histories = [[*handle.prompt, *handle.output] for handle in handles]
+        trace.write({"told": border.counters() | {"most_steps": most}})
+
+
 def turns_in_windows(rank: int, port: int, trace: Trace) -> None:
     """Next turns that come together read more of the host than the scratch holds; one prefix is on the device, and the ledger cannot
     keep it there. Copies are done at two speeds."""
@@ -343,6 +368,7 @@ LIVES: dict[str, Callable[[int, int, Trace], None]] = {
         a_gate_on_each_rank,
         a_border_seen_at_two_speeds,
         a_border_seen_by_each_rank_alone,
+        prompts_that_do_not_return,
         turns_in_windows,
         storage_of_two_speeds,
         questions_while_copies_run,

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,18 @@ def test_a_border_seen_by_each_rank_would_part_them(traces: dict[str, list[Lines
     steps = [[line for line in lines if "counts" in line] for lines in ranks]
     shared = min(map(len, steps))
     assert len(steps[0]) != len(steps[1]) or _first_difference([lines[:shared] for lines in steps]) is not None
+
+
+def test_prompts_are_judged_alike(traces: dict[str, list[Lines]]) -> None:
+    """Goal: cached prefixes are given up, and the border goes back under load, on all ranks in one step. Method: as above; the border's
+    place, the verdict and the cache at each step; verdicts in both directions."""
+    ranks = traces["prompts_that_do_not_return"]
+    steps = _steps(ranks)
+    assert _first_difference(steps) is None
+    first, second = (lines[-1]["told"] for lines in ranks)
+    assert first == second and first["border_returns"] > 1 and first["most_steps"] > first["border_steps"] + 3, first
+    verdicts = [line["border"][3] for line in steps[0]]
+    assert sum(before != after for before, after in pairwise(verdicts)) > 1
 
 
 def test_windows_are_the_same_on_all_ranks(traces: dict[str, list[Lines]]) -> None:

@@ -26,6 +26,7 @@ def decisions(engine: Any) -> dict[str, Any]:
     book = runtime.residency.book
     tables = (engine.allocator.page_table.numpy(), runtime.hot.hot_pages.numpy(), book.device_page, book.users)
     on_host = book.state == int(PageState.HOST)
+    border = None if runtime.border is None else runtime.border.border
     figures = None if runtime.gate is None else list(vars_of(runtime.gate.figures))
     return {
         "waiting": [req.rid for req in scheduler.waiting_queue],
@@ -35,6 +36,7 @@ def decisions(engine: Any) -> dict[str, Any]:
         "tables": [hashlib.sha1(table.tobytes()).hexdigest()[:12] for table in (*tables, on_host)],
         "counts": residency_counts(runtime),
         "cached": int(engine.tree.evictable_size()),
+        "border": None if border is None else [border.begun, border.ended, border.num_returns, border.returns.are_rare, book.fill_limit],
         "figures": figures,
         "misses": book.misses.tolist(),
     }

@@ -42,7 +42,7 @@ from sglang_hisparse.capacity import (
     scratch_tokens,
 )
 from sglang_hisparse.config import ResolvedConfig
-from sglang_hisparse.elastic_layout import pool_obstacle, with_border
+from sglang_hisparse.elastic_layout import pool_obstacle, untried_obstacle, with_border
 from sglang_hisparse.errors import HiSparseError, InvariantError
 from sglang_hisparse.layout import (
     KVShape,
@@ -215,12 +215,14 @@ def make_plan(configurator: KVCacheConfigurator, device_bytes: int, resolved: Re
 def border_obstacle(device: Any, wanted: bool | None) -> str | None:
     """What keeps memory of the cache on `device` from moving between KV and index-K on any rank, the same verdict on all; None: nothing.
 
-    wanted: the setting; where it is left open, a cache on the CPU has a fixed border.
+    wanted: the setting; where it is left open, a cache on the CPU and one of several GPUs have a fixed border.
     """
     if wanted is False:
         return None
     if torch.device(device).type == "cpu":
         return None if wanted else "needs a GPU, and the cache is on the CPU"
+    if (untried := untried_obstacle(get_parallel().launch_world_size, wanted)) is not None:
+        return untried  # on every rank, before they ask each other
     saver, custom = get_exec().features.enable_memory_saver, envs.SGLANG_MOONCAKE_CUSTOM_MEM_POOL.get() is not None
     why = pool_obstacle(saves_memory=saver, has_custom_pool=custom)
     if why is None:

@@ -26,6 +26,7 @@ from sglang_hisparse.capacity import (
     scratch_tokens,
 )
 from sglang_hisparse.config import GIB, Eviction, HiSparseConfig
+from sglang_hisparse.elastic_layout import untried_obstacle
 from sglang_hisparse.errors import ConfigError
 from sglang_hisparse.layout import MemoryPlan, least_device_tokens, pages_for
 from sglang_hisparse.planning.model_shapes import CacheType, ModelShape
@@ -229,6 +230,7 @@ def memory_plan(
         host_pool_bytes=None if cap is None else int(cap * GIB),
         scratch_tokens=scratch_tokens(shape, cache_bytes, model.context_tokens, None),
         elastic=choices.elastic,
+        obstacle=untried_obstacle(deployment.tp, choices.elastic),
     )
 
 

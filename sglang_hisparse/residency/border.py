@@ -27,6 +27,7 @@ up, least recently used first, until those above have gone, and the move begins 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from enum import IntEnum
 from typing import Protocol
@@ -124,6 +125,7 @@ class Border:
     ) -> None:
         self.coordinator, self._make_room = coordinator, make_room
         self.steps = self.coordinator.limits.steps
+        self._places = [step.logical_pages for step in self.steps]
         self.begun = self.ended = 0  # steps; they differ while a move is under way
         self._mover, self._agree = mover, agree
         self._cached = NothingCached() if cached is None else cached
@@ -275,8 +277,8 @@ class Border:
             self._stay()
         elif has_watched or not self._goes_back:
             needed = max(self._most_needed, self._needed_before)
-            step = next((n for n in range(self.begun) if self.steps[n].logical_pages >= needed), self.begun)
-            book.fill_below(self.steps[step].logical_pages)
+            step = min(bisect_left(self._places, needed), self.begun)
+            book.fill_below(self._places[step])
             self._goes_back = step < self.begun
         if has_watched:
             self._needed_before, self._most_needed = self._most_needed, 0
@@ -296,10 +298,10 @@ class Border:
             self._cached.give_up(self.give_up_pages)
         if not (self._watched % CLEAR_LOOKS == 0 or book.is_free_above(limit)):
             return
-        needed = max(limit, book.highest_taken())
-        step = next(n for n, step in enumerate(self.steps) if step.logical_pages >= needed)
+        step = bisect_left(self._places, max(limit, book.highest_taken()))
         if step < self.begun:
             self._go_back(step)
+            self._goes_back = limit < book.num_usable
 
     def _keeps_within(self, limit: int) -> bool:
         """Choose who is kept so that the live requests are charged no more than `limit` (I7)."""

@@ -265,6 +265,9 @@ def test_a_flushed_server_is_at_home(world: World) -> None:
         assert moving.is_at_end and moving.ended == len(steps) - 1
         world.runtime.tick()
         assert not moving.is_moving, "prefixes are cached"
+        for rare in (True, False):
+            moving.returns.are_rare = rare
+            assert gather(world.runtime, FetchedBytes(world.runtime.hot))["prefixes_return_rarely"] == {"": rare}
         world.tree.reset()
         world.allocator.clear()
         for _ in range(4 * moving.calm_looks):

@@ -136,7 +136,7 @@ def test_what_requests_have_needed_is_kept() -> None:
     """Goal: no way back that the next request undoes. Method: a need that is over, and asks that found room; forwards until it is
     forgotten."""
     for asks in (False, True):
-        stage, border, hand, _ = build(rare=True, place=4)
+        stage, border, hand, cache = build(rare=True, place=4)
         if asks:
             assert not border.defers(55)
         else:
@@ -150,7 +150,11 @@ def test_what_requests_have_needed_is_kept() -> None:
             tick(border)
         assert hand.moves == [(4, 2)], "56 pages are as many as were needed"
         finish(border, hand)
-        for _ in range(3 * WATCH_LOOKS):
+        cache.fill(stage.book.num_free)
+        for _ in range(WATCH_LOOKS + CLEAR_LOOKS):
+            tick(border)
+        assert len(hand.moves) == 1 and not cache.num_given_up, "it is where it should be"
+        for _ in range(2 * WATCH_LOOKS):
             tick(border)
         assert hand.moves[1:] == [(2, 0)]
 

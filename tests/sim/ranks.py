@@ -192,9 +192,9 @@ class Ranks:
         return self._least if rank.num_asked == 1 else self._least_after
 
     def observe_border(self) -> None:
-        """As a collective would: every rank tells how far its move has come before any goes on. Now and then prompts return where they did
-        not, or the other way round."""
-        turns = self._verdicts.random() < 0.15
+        """As a collective would: every rank tells how far its move has come before any goes on. In some schedules prompts return, now and
+        then, where they did not, or the other way round."""
+        turns = self.seed % 3 == 0 and self._verdicts.random() < 0.15
         for rank in self.members:
             rank.border.returns.are_rare ^= turns
         self._least = min(int(rank.mover.progress()) for rank in self.members)
