@@ -279,6 +279,10 @@ def test_what_is_in_the_borders_way_on_a_gpu(monkeypatch: pytest.MonkeyPatch) ->
         assert sizing.border_obstacle("cuda", None) == sizing.border_obstacle("cuda", True) == said
         assert asked == [1, 1, 0, 1, 0, 0], "each rank tells its own verdict, whatever it is"
         assert sizing.border_obstacle("cuda", False) is None and len(asked) == 6
+        with monkeypatch.context() as several:
+            several.setattr(sizing, "get_parallel", lambda: SimpleNamespace(launch_world_size=2))
+            assert "several GPUs" in sizing.border_obstacle("cuda", None) and len(asked) == 6, "all ranks know it by themselves"
+            assert sizing.border_obstacle("cuda", True) == said, "asked for, it is tried"
     with published(4, enable_memory_saver=True):
         assert sizing.border_obstacle("cuda", None) == flag
 

@@ -17,7 +17,7 @@ from sim.mutations import MUTATIONS, Mutation, hunt
 from sim.sharing_mutations import SHARING_MUTATIONS
 
 SEED = 40_000
-LIMIT = 3_000
+LIMIT = 8_000
 PLANTED = (*MUTATIONS, *BORDER_MUTATIONS, *SHARING_MUTATIONS)
 
 
