@@ -92,7 +92,7 @@ def server(system: str, sizes: Sizes, max_running: int = 64) -> Iterator[tuple[A
     from harness.engine import make_scheduler
     from sglang.srt.environ import envs
 
-    from sglang_hisparse import capacity
+    from sglang_hisparse import elastic_layout
     from sglang_hisparse.memory import pool
     from sglang_hisparse.memory.virtual_memory import HostTwin
 
@@ -100,7 +100,7 @@ def server(system: str, sizes: Sizes, max_running: int = 64) -> Iterator[tuple[A
     shape = {"max_running_requests": max_running, "chunked_prefill_size": 8192, "num_layers": 8, "index_topk_freq": 8}
     with (
         mock.patch.object(pool, "memory_of", lambda device: HostTwin(CHUNK_BYTES)),
-        mock.patch.object(capacity, "elastic_plan", lambda plan, cap: plan),
+        mock.patch.object(elastic_layout, "elastic_plan", lambda plan, cap: plan),
         make_scheduler(config, device_tokens=device, overlap=True, context_length=32768, **shape) as engine,
         envs.SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY.override(0),
     ):
