@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 
 from sglang_hisparse.capacity import Prefill, PrefillRule
 from sglang_hisparse.errors import InvariantError
@@ -19,8 +20,9 @@ from sglang_hisparse.residency.sharing import Candidate, SharingPass
 from sglang_hisparse.residency.types import StreamPlan, StreamWindow
 from sglang_hisparse.transfer.prefix_stream import PrefixStream
 
-# SGLang clips the output length that it plans for to this many tokens (schedule_policy.CLIP_MAX_NEW_TOKENS).
-MAX_PLANNED_OUTPUT = 4096
+# SGLang clips the output length that it plans for to this many tokens, which an environment variable of its own may change: the ledger
+# has to clip as admission does, or a request that is kept would grow past what it was charged (I7).
+MAX_PLANNED_OUTPUT = CLIP_MAX_NEW_TOKENS
 
 _HOST = int(PageState.HOST)
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from budget_calls import checked
+from child_process import run_python
 from ledger_device import Device
 from runtime_world import PAGE
 
@@ -223,3 +224,16 @@ def test_a_wrong_charge_is_found(fault: Any, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises((AssertionError, InvariantError)):
         for seed in range(200):
             Server(seed).run()
+
+
+def test_outputs_are_clipped_as_admission_clips_them() -> None:
+    """Goal: a kept request is charged for all that it may grow by (I7). Method: SGLang's own variable, in an interpreter of its own."""
+    code = """
+        from types import SimpleNamespace
+        import sglang_hisparse.hooks
+        from sglang_hisparse.memory.extends import is_bounded
+
+        for tokens in (256, 257):
+            print(is_bounded(SimpleNamespace(sampling_params=SimpleNamespace(max_new_tokens=tokens), output_ids=[])))
+    """
+    assert run_python(code, SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION="256").split()[-2:] == ["True", "False"]
