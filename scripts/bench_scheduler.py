@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import shlex
 import statistics
@@ -23,7 +22,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts")]
 
-from child_process import run_python
+from child_process import measure_apart
 from serving.results import current_commit, versions, write_json
 
 CONFIG = {"top_k": 128, "device_buffer_size": 256, "host_to_device_ratio": 4}
@@ -78,14 +77,6 @@ def measure(system: str, num_requests: int, iterations: int) -> dict[str, float]
         }
 
 
-def measure_apart(system: str, num_requests: int, iterations: int) -> dict[str, float]:
-    """The same in an interpreter of its own: hooks stay in a process for good, and plain SGLang has none."""
-    code = f"import json, bench_scheduler; print(json.dumps(bench_scheduler.measure({system!r}, {num_requests}, {iterations})))"
-    paths = os.pathsep.join([str(ROOT / "scripts"), str(ROOT / "tests")])
-    printed = run_python(f"import sys; sys.path[:0] = {paths!r}.split({os.pathsep!r}); {code}")
-    return json.loads(next(line for line in reversed(printed.splitlines()) if line.startswith("{")))
-
-
 def table(rows: list[dict[str, Any]]) -> Any:
     """Medians and means, and what they are of plain's."""
     from rich.table import Table
@@ -115,7 +106,7 @@ def main(argv: list[str] | None = None) -> int:
     for _ in range(args.repeats):
         for count in args.requests:
             for system in args.systems:
-                measured.setdefault((count, system), []).append(measure_apart(system, count, args.iterations))
+                measured.setdefault((count, system), []).append(measure_apart("bench_scheduler", system, count, args.iterations))
     rows = [
         {"requests": count, "system": system}
         | {kind: round(min(run[kind] for run in runs), 1) for kind in ("median_us", "mean_us")}

@@ -15,16 +15,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts")]
+
+from child_process import measure_apart
 
 PAGE = 64
 CHUNK_BYTES = 1 << 18  # a step is as large, in pages, as one of the small model's with 2 MiB
@@ -90,17 +90,13 @@ class Clock:
 def server(system: str, sizes: Sizes, max_running: int = 64) -> Iterator[tuple[Any, Clock]]:
     """An engine of that system, and the clock of its forwards."""
     from harness.engine import make_scheduler
+    from harness.hisparse import small_chunks
     from sglang.srt.environ import envs
-
-    from sglang_hisparse import elastic_layout
-    from sglang_hisparse.memory import pool
-    from sglang_hisparse.memory.virtual_memory import HostTwin
 
     config, device = config_of(system, sizes)
     shape = {"max_running_requests": max_running, "chunked_prefill_size": 8192, "num_layers": 8, "index_topk_freq": 8}
     with (
-        mock.patch.object(pool, "memory_of", lambda device: HostTwin(CHUNK_BYTES)),
-        mock.patch.object(elastic_layout, "elastic_plan", lambda plan, cap: plan),
+        small_chunks(CHUNK_BYTES),
         make_scheduler(config, device_tokens=device, overlap=True, context_length=32768, **shape) as engine,
         envs.SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY.override(0),
     ):
@@ -162,16 +158,6 @@ def measure(load: str, system: str, hot: int = 2560, max_running: int = 64) -> d
         return figures | place(engine)
 
 
-def measure_apart(load: str, system: str, hot: int, max_running: int) -> dict[str, Any]:
-    """In an interpreter of its own: hooks stay in a process for good, and plain SGLang has none."""
-    from child_process import run_python
-
-    paths = os.pathsep.join([str(ROOT / "scripts"), str(ROOT / "tests")])
-    code = f"import json, border_price; print(json.dumps(border_price.measure({load!r}, {system!r}, {hot}, {max_running})))"
-    printed = run_python(f"import sys; sys.path[:0] = {paths!r}.split({os.pathsep!r}); {code}")
-    return json.loads(next(line for line in reversed(printed.splitlines()) if line.startswith("{")))
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--loads", nargs="+", default=["16x16", "48x48", "192x48", "agents32"])
@@ -182,7 +168,7 @@ def main(argv: list[str] | None = None) -> int:
     for load in args.loads:
         plain = None
         for system in args.systems:
-            figures = measure_apart(load, system, args.hot, args.max_running)
+            figures = measure_apart("border_price", load, system, args.hot, args.max_running)
             plain = figures["tok_s"] if system == "plain" else plain
             print(json.dumps(figures | {"of_plain": round(figures["tok_s"] / plain, 3) if plain else None}), flush=True)
     return 0

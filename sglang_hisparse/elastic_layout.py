@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from sglang_hisparse.config_text import refuse
-from sglang_hisparse.errors import ConfigError
+from sglang_hisparse.errors import ConfigError, HiSparseError
 from sglang_hisparse.layout import GIB, KVShape, MemoryPlan, describe_plan, least_device_tokens, pages_for
 from sglang_hisparse.residency import BorderStep, border_steps
 
@@ -78,6 +78,11 @@ def untried_obstacle(num_ranks: int, wanted: bool | None) -> str | None:
     return "has not run on several GPUs yet; true lets it move all the same" if wanted is None and num_ranks > 1 else None
 
 
+def reason_of(error: HiSparseError) -> str:
+    """What a refusal of `elastic_border` says, without the key and what is allowed."""
+    return str(error).removeprefix("elastic_border: ").split("; allowed:")[0]
+
+
 def check_border(wanted: bool | None, obstacle: str | None) -> None:
     """Raise ConfigError where `elastic_border: true` meets an obstacle, such as `pool_obstacle` names."""
     if wanted and obstacle is not None:
@@ -104,8 +109,7 @@ def decide_border(
     except ConfigError as error:
         if wanted:
             raise
-        why = str(error).removeprefix("elastic_border: ").split("; allowed:")[0]
-        return replace(fixed, fixed_because=why)
+        return replace(fixed, fixed_because=reason_of(error))
     if wanted is None and plan.device_tokens <= fixed.device_tokens:
         return replace(fixed, fixed_because=f"{fixed.device_tokens} tokens fit on the GPU beside index-K of all {fixed.logical_tokens}")
     return plan

@@ -186,12 +186,16 @@ def _check_platform(view: Any) -> None:
         )
 
 
-def _check_border(resolved: ResolvedConfig, view: Any) -> None:
-    """What needs no look at a GPU; sizing asks the rest."""
+def flags_obstacle(saves_memory: bool) -> str | None:
+    """What flags and environment put in the way of a border that moves; None: nothing. saves_memory: --enable-memory-saver."""
     from sglang.srt.environ import envs
 
-    has_custom_pool = envs.SGLANG_MOONCAKE_CUSTOM_MEM_POOL.get() is not None
-    check_border(resolved.elastic_border, pool_obstacle(saves_memory=view.enable_memory_saver, has_custom_pool=has_custom_pool))
+    return pool_obstacle(saves_memory=saves_memory, has_custom_pool=envs.SGLANG_MOONCAKE_CUSTOM_MEM_POOL.get() is not None)
+
+
+def _check_border(resolved: ResolvedConfig, view: Any) -> None:
+    """What needs no look at a GPU; sizing asks the rest."""
+    check_border(resolved.elastic_border, flags_obstacle(view.enable_memory_saver))
 
 
 def _check_pool_resize(view: Any) -> None:

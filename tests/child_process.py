@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import sglang_hisparse
 
@@ -25,3 +27,15 @@ def run_python(code: str, **environment: str) -> str:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def measure_apart(module: str, *arguments: Any) -> Any:
+    """What `measure` of a script returns, as JSON has it, from an interpreter of its own: hooks stay in a process for good, and plain
+    SGLang has none."""
+    tests = Path(__file__).resolve().parent
+    called = f"{module}.measure({', '.join(map(repr, arguments))})"
+    printed = run_python(
+        f"import sys; sys.path[:0] = [{str(tests.parent / 'scripts')!r}, {str(tests)!r}]; "
+        f"import json, {module}; print(json.dumps({called}))"
+    )
+    return json.loads(next(line for line in reversed(printed.splitlines()) if line.startswith("{")))

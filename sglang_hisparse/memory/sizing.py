@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.configs.model_config import dsa_layer_skips_topk, get_dsa_index_head_dim, is_deepseek_dsa
-from sglang.srt.environ import envs
 from sglang.srt.mem_cache.host_memory import available_host_memory_bytes
 from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
 from sglang.srt.mem_cache.pool_host.base import HICACHE_HOST_MEMORY_RESERVE_BYTES, ranks_per_host
@@ -42,7 +41,7 @@ from sglang_hisparse.capacity import (
     scratch_tokens,
 )
 from sglang_hisparse.config import ResolvedConfig
-from sglang_hisparse.elastic_layout import pool_obstacle, untried_obstacle, with_border
+from sglang_hisparse.elastic_layout import reason_of, untried_obstacle, with_border
 from sglang_hisparse.errors import HiSparseError, InvariantError
 from sglang_hisparse.layout import (
     KVShape,
@@ -53,6 +52,7 @@ from sglang_hisparse.layout import (
 from sglang_hisparse.memory import replicas
 from sglang_hisparse.memory.elastic import memory_of
 from sglang_hisparse.memory.virtual_memory import probe
+from sglang_hisparse.validation import flags_obstacle
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
@@ -223,14 +223,12 @@ def border_obstacle(device: Any, wanted: bool | None) -> str | None:
         return None if wanted else "needs a GPU, and the cache is on the CPU"
     if (untried := untried_obstacle(get_parallel().launch_world_size, wanted)) is not None:
         return untried  # on every rank, before they ask each other
-    saver, custom = get_exec().features.enable_memory_saver, envs.SGLANG_MOONCAKE_CUSTOM_MEM_POOL.get() is not None
-    why = pool_obstacle(saves_memory=saver, has_custom_pool=custom)
+    why = flags_obstacle(get_exec().features.enable_memory_saver)
     if why is None:
         try:
             probe(memory_of(device))
         except HiSparseError as error:
-            said = str(error).removeprefix("elastic_border: ").split("; allowed:")[0]
-            why = f"needs virtual memory of the CUDA driver: {said}"
+            why = f"needs virtual memory of the CUDA driver: {reason_of(error)}"
     if not _min_over_ranks(int(why is None)) and why is None:
         why = "needs virtual memory of the CUDA driver on all ranks, and another one has none"
     return why

@@ -25,11 +25,11 @@ CHUNK_BYTES = 1 << 14
 
 
 @contextlib.contextmanager
-def small_chunks() -> Iterator[None]:
-    """Chunks of 16 KiB for engines with a moving border: rows of the harness's model are small too. The plan of a server is made for
+def small_chunks(chunk_bytes: int = CHUNK_BYTES) -> Iterator[None]:
+    """Chunks of 16 KiB, if nothing else is given, for engines with a moving border: rows of the harness's model are small too. The plan of a server is made for
     chunks of 2 MiB, so here it is that of a fixed border, whose ratio is the pool's."""
     with (
-        mock.patch.object(pool, "memory_of", lambda device: HostTwin(CHUNK_BYTES)),
+        mock.patch.object(pool, "memory_of", lambda device: HostTwin(chunk_bytes)),
         mock.patch.object(elastic_layout, "elastic_plan", lambda plan, cap: plan),
     ):
         yield
