@@ -202,9 +202,7 @@ def main(argv: list[str] | None = None) -> int:
         "ours": Member(ours, Limits(pool_tokens=args.pool_tokens, **shape)),
     }
     try:
-        with fleet(members, paths, args.port, args.start_timeout) as servers:
-            if len(servers) < len(members):
-                raise ServerError("both servers are needed")
+        with fleet(members, paths, args.port, args.start_timeout, complete=True) as servers:
             comparison = Comparison(servers, args)
             run_cases(comparison, args)
             errors = comparison.ours.errors()

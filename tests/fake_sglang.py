@@ -4,8 +4,11 @@
 on the prompt alone. It caches prefixes, aborts, pauses and keeps a statistics file; FAKE_* variables make it misbehave.
 """
 
+import random
 import socket
 from pathlib import Path
+
+PORTS_TOGETHER = 110  # the most that a script counts up from its --port, and some
 
 SOURCE = """
 import http.server, json, os, pathlib, signal, sys, threading, time, traceback
@@ -126,10 +129,31 @@ def install(folder: Path) -> Path:
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
+    """The first of `PORTS_TOGETHER` ports that nobody holds now: the scripts give their servers ports counted from one.
+
+    They lie below those that the system gives to outgoing connections (32,768 and above), which might take one of them
+    between here and the server's start. Raises OSError when there are none.
+    """
+    for first in random.SystemRandom().sample(range(10_000, 32_768 - PORTS_TOGETHER), 100):
+        if block_is_free(first):
+            return first
+    raise OSError(f"no {PORTS_TOGETHER} free ports in a row between 10,000 and 32,767")
+
+
+def block_is_free(first: int) -> bool:
+    """Whether nobody holds any of the `PORTS_TOGETHER` ports from `first` on."""
+    return all(map(_is_free, range(first, first + PORTS_TOGETHER)))
+
+
+def _is_free(port: int) -> bool:
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+        # As servers do: what a closed connection leaves behind for a minute holds no port.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True
 
 
 def arguments(folder: Path) -> list[str]:

@@ -232,3 +232,14 @@ def test_restart_finds_what_was_stored(tmp_path: pathlib.Path, monkeypatch: pyte
     monkeypatch.setenv("FAKE_FORGETS", "1")
     assert _bench(tmp_path, "--conversations", "2", *restart) == 1
     assert _document(tmp_path)["restart"]["turns_after"][0]["prefilled_tokens"] == 2 * 225
+
+
+def test_a_restart_needs_both_servers(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Goal: a server that does not start is named, instead of a later failure. Method: the fake of plain SGLang dies at start."""
+    monkeypatch.setenv("FAKE_BROKEN", "plain")
+    restart = ("--restart", '{"storage_backend": "file"}', "--restart-after", "1", "--restart-settle", "0.3")
+    assert _bench(tmp_path, "--conversations", "2", *restart) == 1
+    printed = capsys.readouterr().out
+    assert "not every server started" in printed and "agent-plain ended with code 7" in printed

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import pathlib
+import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ aiohttp_web = pytest.importorskip("aiohttp.web", reason="aiohttp is not installe
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "scripts"))
 
+import fake_sglang
 import verify_server
 from fake_sglang import free_port, install
 from serving import client, fidelity, ranks, results, server
@@ -318,3 +320,20 @@ def test_rows_of_656_bytes_run_on_the_backend_that_hisparse_takes(tmp_path: path
         command = server.command_line(spec, paths, server.Limits(kv_dtype=kv_dtype), 1)
         assert command[command.index("--kv-cache-dtype") + 1] == kv_dtype
         assert [command[command.index(f"--dsa-{phase}-backend") + 1] for phase in ("prefill", "decode")] == [backend] * 2
+
+
+def test_free_ports_are_free() -> None:
+    """Goal: a port given to a server, and those counted from it, are no one's, and no outgoing connection's. Method: one of
+    them is held, and the block is refused; a closed connection's port is not held."""
+    for _ in range(20):
+        assert 10_000 <= free_port() <= 32_767 - fake_sglang.PORTS_TOGETHER
+    first = free_port()
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", first + 50))
+        held.listen()
+        assert not fake_sglang.block_is_free(first)
+        with socket.create_connection(held.getsockname()) as client:
+            held.accept()[0].close()
+            assert client.recv(1) == b""
+    assert fake_sglang.block_is_free(first)

@@ -38,7 +38,7 @@ def test_a_server_that_streams_nothing_fails(
     """Goal: equal tokens alone prove no streaming. Method: the fake has no counters of streamed extends."""
     started, fleet = {}, verify_streaming.fleet
     monkeypatch.setattr(
-        verify_streaming, "fleet", lambda members, *rest: started.update(members) or fleet(members, *rest)
+        verify_streaming, "fleet", lambda members, *rest, **how: started.update(members) or fleet(members, *rest, **how)
     )
     assert _run(fake_paths, tmp_path / "out", "--config", '{"union_extend_tokens": 0}') == 1
     printed = capsys.readouterr().out

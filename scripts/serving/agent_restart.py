@@ -71,14 +71,14 @@ def run(
     folder.mkdir(parents=True)
     stored = with_storage(ours, config, folder)
     expected, group = plan.conversations(), plan.conversations()
-    with fleet({"ours": stored, "plain": plain}, paths, port, start_s) as servers:
+    with fleet({"ours": stored, "plain": plain}, paths, port, start_s, complete=True) as servers:
         plan.play(servers["plain"], expected, plan.shape.turns)
         rows = plan.play(servers["ours"], group, plan.before)
         time.sleep(plan.settle_s)
         first = servers["ours"].counters()
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     again = dataclasses.replace(stored, spec=dataclasses.replace(stored.spec, name=f"{stored.spec.name}-again"))
-    with fleet({"ours": again}, paths, port + 50, start_s) as servers:
+    with fleet({"ours": again}, paths, port + 50, start_s, complete=True) as servers:
         after = plan.play(servers["ours"], group, plan.shape.turns - plan.before)
         time.sleep(COUNTERS_SECONDS)
         second = servers["ours"].counters()

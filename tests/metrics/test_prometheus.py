@@ -10,7 +10,6 @@ import math
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import threading
@@ -26,6 +25,7 @@ import pytest
 pytest.importorskip("sglang")
 
 import requests
+from fake_sglang import free_port
 from prometheus_client.parser import text_string_to_metric_families
 
 import sglang_hisparse
@@ -118,12 +118,6 @@ class Prometheus:
             return requests.get(f"http://127.0.0.1:{self.port}/-/ready", timeout=5).ok
         except requests.ConnectionError:
             return False
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 @pytest.fixture(scope="module")
