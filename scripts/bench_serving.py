@@ -299,6 +299,8 @@ def measure_point(run: Run, system: str, server: Server, load: Load, repeat: int
     run.counters[key] = after
     print(f"{what}: {timing.output_tok_s:.1f} output tok/s, {timing.decode_tok_s:.1f} decode tok/s, "
           f"TTFT {timing.ttft_s:.2f} s, ITL {timing.itl_ms:.2f} ms, {counts}", flush=True)  # fmt: skip
+    if told := {name: value for name, value in after.items() if name.startswith(("admission_", "border_"))}:
+        print(f"[{key}] at the end of it: {told}", flush=True)
     server.flush()
     return result_row(args, system, load, timing, counts)
 

@@ -213,6 +213,10 @@ class AdmissionGate:
     def note_extend(self) -> None:
         self._since_extend = 0
 
+    def note_pause(self) -> None:
+        """The scheduler has spent time on what is no part of a decode step: the spacings around it say nothing of one."""
+        self._since_extend = min(self._since_extend, SETTLE_STEPS - 1)
+
     def tick(self) -> None:
         """Before each forward: ends a round when it is due, on all ranks before the same forward."""
         if self._steps < ROUND_STEPS:

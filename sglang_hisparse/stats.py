@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from sglang_hisparse.admission import StepFigures
 from sglang_hisparse.residency import Owner, PageState, Residency, ResidencyCoordinator
 from sglang_hisparse.storage.counters import STORAGE_OUTCOMES
 
@@ -36,6 +37,7 @@ Sample = dict[str, dict[str, float]]
 def residency_counts(runtime: HiSparseRuntime) -> dict[str, int]:
     """Pages moved since start, and the pools as they are."""
     counters, residency = runtime.residency.counters, runtime.residency
+    believed = StepFigures() if runtime.gate is None else runtime.gate.figures
     return {
         "pages_mirrored": counters.pages_mirrored,
         "pages_spilled": counters.pages_spilled,
@@ -48,6 +50,10 @@ def residency_counts(runtime: HiSparseRuntime) -> dict[str, int]:
         "refusals": counters.refusals,
         "admission_waits": 0 if runtime.gate is None else runtime.gate.waits,
         "admission_closed": int(runtime.gate is not None and runtime.gate.closed),
+        "admission_compute_ns": round(believed.compute * 1e9),
+        "admission_request_ns": round(believed.per_request * 1e9),
+        "admission_host_page_ns": round(believed.per_host_page * 1e9),
+        "border_move_us": 0 if runtime.border is None else round(runtime.border.memory.seconds_moving * 1e6),
         "device_pages_free": residency.device_pages.num_free,
         "device_pages_resident": residency.device_pages.count(Owner.RESIDENT),
         "device_pages_hot": residency.device_pages.count(Owner.HOT),

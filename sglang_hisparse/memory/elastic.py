@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -75,6 +76,7 @@ class ElasticMemory:
         self._has_failed = False
         self.has_vacated: Callable[[], bool] = lambda: True
         self.chunks_moved = 0
+        self.seconds_moving = 0.0  # of the scheduler's thread
 
     # -- what the pool is made of -----------------------------------------------------------------------------------
 
@@ -113,6 +115,7 @@ class ElasticMemory:
         """On the forward stream, since what is mapped is zeroed there."""
         if self._has_failed:
             return
+        started = time.perf_counter()
         try:
             for _ in range(CALLS_PER_TICK):
                 if not self._move_one():
@@ -120,6 +123,8 @@ class ElasticMemory:
         except HiSparseError as error:
             self._has_failed = True
             logger.error("HiSparse: the border between KV and index-K stays where it is from now on: %s", error)
+        finally:
+            self.seconds_moving += time.perf_counter() - started
 
     def _move_one(self) -> bool:
         """Unmap one chunk, or map one. False: the move is over."""
@@ -230,9 +235,15 @@ class ElasticBorder:
             return
         stream = self._runtime.worker.forward_stream
         with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
-            self.border.follow()
+            self._follow()
             if was_resting:
                 self._look_while_idle()
+
+    def _follow(self) -> None:
+        before = self.memory.seconds_moving
+        self.border.follow()
+        if self._runtime.gate is not None and self.memory.seconds_moving != before:
+            self._runtime.gate.note_pause()
 
     def _look_while_idle(self) -> None:
         """No forward may come for long, and a request may wait for the border: the plan that vacates pages is executed here."""

@@ -151,6 +151,23 @@ def test_growth_comes_before_eviction(world: World) -> None:
     assert asked and world.num_free_logical * PAGE >= wanted and world.tree.evictable_size() == before
 
 
+def test_a_move_is_timed_and_told_to_the_gate(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: what moving chunks takes is counted, and is no part of a decode step's time. Method: a gate that counts what it is
+    told, through one move and through ticks without one."""
+    pauses = []
+    monkeypatch.setattr(world.runtime, "gate", SimpleNamespace(note_pause=lambda: pauses.append(1), tick=lambda: None))
+    world.runtime.tick()
+    assert not pauses and border(world).memory.seconds_moving == 0
+    border(world).border.want(world.num_free_logical + 1)
+    border(world).before_plan()
+    assert border(world).border.is_moving
+    settle(world)
+    told, moved = len(pauses), border(world).memory.seconds_moving
+    assert told > 0 and moved > 0 and border(world).memory.chunks_moved > 0
+    world.runtime.tick()
+    assert (len(pauses), border(world).memory.seconds_moving) == (told, moved)
+
+
 def test_a_decode_step_waits_rather_than_retract(world: World) -> None:
     """Goal: nobody is retracted while memory can move, and no cached prefix is kept for it. Method: all logical pages but one are
     taken while a move is under way; two requests need a page each; then with something cached, after the move, and too often."""
