@@ -4,17 +4,22 @@ burst and one whose link slows down, probes with planted times, and on a GPU a l
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from admission_server import Server
 from runtime_world import make_world
 
+from sglang_hisparse import admission_view
 from sglang_hisparse.admission import ROUND_STEPS
 from sglang_hisparse.admission_view import HotLink, LinkProbe
+from sglang_hisparse.kernels.page_copy import copy_pages
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
@@ -98,12 +103,32 @@ class FakeEvent:
         return other.time
 
 
+@contextlib.contextmanager
+def slow_launches(seconds: float) -> Iterator[None]:
+    """Each page copy is launched so much later than it could be."""
+
+    def late(**arguments: Any) -> None:
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            pass
+        copy_pages(**arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(admission_view, "copy_pages", late)
+        yield
+
+
 def test_probes_follow_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
     """Goal: five probes that have passed decide, one late copy does not, nothing is waited for. Method: events with planted times."""
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(FakeEvent, "milliseconds", 0.025)
+    copied: list[int] = []
+    monkeypatch.setattr(
+        admission_view, "copy_pages", lambda **told: (copied.append(len(told["host_pages"])), copy_pages(**told))
+    )
     probe = LinkProbe(torch.device("cpu"), 50e9)
+    assert copied[::2] == [4 * pages for pages in copied[1::2]], "what is timed is launched while more is copied"
     assert torch.equal(probe._device, probe._host) and probe.bytes_per_second() == pytest.approx(50e9)
     monkeypatch.setattr(FakeEvent, "milliseconds", 0.1)
     for slow, speed in enumerate((50e9, 50e9, 12.5e9), 1):
@@ -118,6 +143,24 @@ def test_probes_follow_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
     assert probe.bytes_per_second() == pytest.approx(25 * 50e9)
     with make_world() as world:
         assert HotLink(world.runtime, 50e9, probe).look() == pytest.approx(75e9), "no faster than half as much again"
+
+
+@pytest.mark.gpu
+def test_a_probe_is_the_same_on_a_busy_device() -> None:
+    """Goal: a link does not look faster because the device has work when a probe is launched, as it has under load and not at
+    start, nor because the CPU is slow. Method: probes on an idle device, behind 2 ms of work, and launched by a slow thread."""
+    device = torch.device("cuda")
+    probe = LinkProbe(device, 50e9)
+    work, speeds = torch.ones((4096, 4096), dtype=torch.bfloat16, device=device), {}
+    for kind in ("busy", "idle", "slow"):
+        for _ in range(9):
+            for _ in range(12 if kind == "busy" else 0):
+                work @ work
+            with slow_launches(30e-6 if kind == "slow" else 0.0):
+                probe.begin()
+            torch.cuda.synchronize()
+        speeds[kind] = probe.bytes_per_second()
+    assert max(speeds.values()) < 1.1 * min(speeds.values()), speeds
 
 
 @pytest.mark.gpu
