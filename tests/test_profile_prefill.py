@@ -124,6 +124,16 @@ def test_what_copies_cost_the_kernels_beside_them(tmp_path: pathlib.Path) -> Non
     assert ours.overlap(fewer)["kernels"][0]["plain_us"] is None, "launches that are not the same are not compared"
 
 
+def test_the_copy_engine_copies_pages_too(tmp_path: pathlib.Path) -> None:
+    """Goal: a mirror without a kernel is seen, and tokens on their way to the scheduler are none. Method: two copies of unlike size."""
+    events = [event(GEMM, FORWARD, 0.0, 100.0)]
+    for start, num_bytes in ((10.0, 8), (50.0, 8 * 73_728)):
+        events.append(event("Memcpy DtoH (Device -> Pinned)", COPIES, start, 20.0, "gpu_memcpy"))
+        events[-1]["args"]["bytes"] = num_bytes
+    found = Profile(read_launches(write_trace(tmp_path / "engine.json.gz", events)), 1, separate=True).overlap()
+    assert (found["copies"], found["copy_us"], found["overlapped_us"]) == (1.0, 20.0, 20.0)
+
+
 def test_differences_add_up(tmp_path: pathlib.Path) -> None:
     """Goal: the table explains the whole difference, in the order of its parts. Method: against the streams' busy times."""
     plain, ours = profile(tmp_path, False), profile(tmp_path, True)

@@ -18,8 +18,9 @@ from typing import Any
 import msgspec
 
 GPU_CATEGORIES = {"kernel", "gpu_memcpy", "gpu_memset"}
-# Copies of whole pages between device and host: a kernel of ours, or the copy engine's.
-PAGE_COPIES = re.compile(r"copy_pages_kernel|Memcpy DtoH \(Device -> Pinned\)")
+# Copies of whole pages to the host, or back: a kernel of ours, or the copy engine, which also brings tokens and lengths.
+PAGE_COPY_KERNEL = "copy_pages_kernel"
+PAGE_COPY_BYTES = 1 << 15
 LONG_NAME = 60
 
 Span = tuple[float, float]
@@ -42,16 +43,18 @@ class _Document(msgspec.Struct):
 
 class _Args(msgspec.Struct):
     stream: int = 0
+    bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One kernel, copy or fill on the GPU. name: shortened; times in microseconds."""
+    """One kernel, copy or fill on the GPU. name: shortened; times in microseconds; num_bytes: of a copy by the copy engine."""
 
     name: str
     stream: int
     start_us: float
     end_us: float
+    num_bytes: int = 0
 
     @property
     def us(self) -> float:
@@ -61,7 +64,8 @@ class Launch:
     @property
     def is_page_copy(self) -> bool:
         """Whether it copies pages to the host, or back."""
-        return PAGE_COPIES.search(self.name) is not None
+        is_copied = self.name.startswith("Memcpy DtoH") and self.num_bytes >= PAGE_COPY_BYTES
+        return is_copied or PAGE_COPY_KERNEL in self.name
 
 
 @functools.cache  # a trace has few names and many launches
@@ -83,8 +87,8 @@ def read_launches(path: pathlib.Path) -> list[Launch]:
     launches = []
     for event in _events(text):
         if event.ph == "X" and event.cat in GPU_CATEGORIES:
-            stream = msgspec.json.decode(event.args, type=_Args).stream
-            launches.append(Launch(short_name(event.name), stream, event.ts, event.ts + event.dur))
+            args = msgspec.json.decode(event.args, type=_Args)
+            launches.append(Launch(short_name(event.name), args.stream, event.ts, event.ts + event.dur, args.bytes))
     if not launches:
         raise ValueError(f"{path}: nothing in it ran on a GPU")
     return sorted(launches, key=lambda launch: launch.start_us)
@@ -224,7 +228,7 @@ class Profile:
         rows = []
         for name, launches in self.ordered().items():
             inside = {key: one for key, one in launches.items() if shared_us((one.start_us, one.end_us), self.copies)}
-            if not inside or PAGE_COPIES.search(name):
+            if not inside or PAGE_COPY_KERNEL in name:
                 continue
             outside = [one.us for key, one in launches.items() if key not in inside]
             same = known.get(name, {})

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from runtime_world import make_world
 from sglang.srt.layers.attention import dsa_backend
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from sglang_hisparse.hooks import HOOKS
+from sglang_hisparse.hooks import HOOKS, around_forward_raw
 from sglang_hisparse.memory.pool import HiSparsePool
 from sglang_hisparse.residency.types import StreamPlan
 from sglang_hisparse.transfer.extend_table import after_init_forward_metadata
@@ -197,6 +198,14 @@ def test_it_ends_with_its_forward() -> None:
     assert pool.translate_loc_to_hisparse_device(ids).item() == 2 * PAGE + 1
     with pool.forward():
         assert pool.translate_loc_to_hisparse_device(ids).item() == 2 * PAGE + 1
+
+
+def test_a_server_says_when_a_forward_runs() -> None:
+    """Goal: the hook around SGLang's forward lets tables be translated, in it alone. Method: a forward that asks, with the runtime."""
+    with make_world() as world:
+        runner, ids = SimpleNamespace(hisparse_coordinator=world.runtime), torch.tensor([[PAGE]])
+        found = around_forward_raw(lambda runner: world.pool.translate_table(ids), runner)
+        assert found.shape == (1, 1) and world.pool.translate_table(ids) is None
 
 
 def test_other_pools_and_the_hook() -> None:
