@@ -25,6 +25,7 @@ from sglang_hisparse.sync_debug import no_device_sync
 from sglang_hisparse.transfer.attention_windows import around_flashmla_kv, around_flashmla_sparse
 from sglang_hisparse.transfer.decode_graphs import around_init_cuda_graph_state
 from sglang_hisparse.transfer.decode_top_k import TopKTap
+from sglang_hisparse.transfer.extend_table import after_init_forward_metadata
 from sglang_hisparse.transfer.index_scores import ScoreTap
 from sglang_hisparse.validation import validate_server_args
 
@@ -119,7 +120,8 @@ def around_forward_raw(original: Callable[..., Any], model_runner: Any, *args: A
     runtime = model_runner.hisparse_coordinator
     with no_device_sync():
         runtime.before_forward()
-    result = original(model_runner, *args, **kwargs)
+    with runtime.pool.forward():
+        result = original(model_runner, *args, **kwargs)
     runtime.after_forward()
     return result
 
@@ -333,6 +335,12 @@ HOOKS: tuple[Hook, ...] = (
         "AROUND",
         around_flashmla_kv,
         "the same for fp8 rows",
+    ),
+    Hook(
+        "layers.attention.dsa_backend.DeepseekSparseAttnBackend.init_forward_metadata",
+        "AFTER",
+        after_init_forward_metadata,
+        "an extend whose pages are all resident translates its page table once, not what every layer selects from it",
     ),
     Hook(
         "layers.attention.dsa_backend.DeepseekSparseAttnBackend.init_cuda_graph_state",

@@ -1,7 +1,8 @@
 """A process that answers like an SGLang server, for the tests of the serving scripts. It has no model and no GPU.
 
 `install` writes it as a package `sglang`, which the scripts then start as they start the real one. Greedy: an answer depends
-on the prompt alone. It caches prefixes, aborts, pauses and keeps a statistics file; FAKE_* variables make it misbehave.
+on the prompt alone. It caches prefixes, aborts, pauses, keeps a statistics file and "profiles": the traces that it writes lie in
+FAKE_TRACES. FAKE_* variables make it misbehave.
 """
 
 import random
@@ -26,7 +27,14 @@ wrong_after = number("FAKE_WRONG_AFTER", 10**9)
 delay = float(os.environ.get("FAKE_DELAY", 0))
 lock, running, aborted, cached = threading.RLock(), {}, set(), []
 resume = threading.Event(); resume.set()
-served = 0
+served, profile = 0, {}
+def write_trace(stage=""):
+    # SGLang names a trace by the profile's id, the rank and, where it profiles by stage, the stage.
+    name = profile["profile_id"].rsplit("-", 1)
+    trace = pathlib.Path(os.environ["FAKE_TRACES"], "{}-{}.json.gz".format(*name)).read_bytes()
+    out = pathlib.Path(profile["output_dir"]); out.mkdir(parents=True, exist_ok=True)
+    (out / "{}-TP-0{}.trace.json.gz".format(profile["profile_id"], stage)).write_bytes(trace)
+    print("profile", profile["profile_id"], "of", served - profile["first"], "requests"); profile.clear()
 def write_stats(resident):
     count = {"pages_spilled": served, "rows_fetched": 10 * served, "audited_rows": served, "errors": 0,
              "mismatches": number("FAKE_MISMATCHES") if served > 40 else 0,
@@ -60,6 +68,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 resume.clear()
                 if request["mode"] == "abort": aborted.update(running)
             elif self.path == "/continue_generation": resume.set()
+            elif self.path == "/start_profile":
+                if profile or os.environ.get("FAKE_NO_PROFILE"): return self.answer(b"in progress", 500)
+                profile.update(request, first=served)
+            elif self.path == "/stop_profile": write_trace()
             elif self.path == "/freeze_gc": print("gc frozen after", served, "requests")
         self.answer(b"done")
     def generate(self, request):
@@ -77,6 +89,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             pass
         with lock:
             running.pop(rid); write_stats(1)
+            whole = served - profile.get("first", served) >= int(os.environ.get("SGLANG_PROFILE_BY_STAGE_DECODE_MIN_BS", 0))
+            if profile.get("profile_by_stage") and whole and not running: write_trace("-DECODE")
         try:
             self.wfile.write(done)
         except (BrokenPipeError, ConnectionResetError):

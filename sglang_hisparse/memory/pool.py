@@ -11,6 +11,8 @@ the scratch of that stream instead of a layer's buffer, and rows of the scratch 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, NoReturn
@@ -88,6 +90,9 @@ class HiSparsePool(HiSparseDSATokenToKVPool):
     The built-in constructor is bypassed (it multiplies size and ratio as integers); the plain DSA pool's runs. Every
     attribute that SGLang reads from the built-in class is set but the int64 map, which does not exist here.
     """
+
+    _in_forward = False  # a forward of the model runs, and what is set up for it ends with it
+    _table_is_translated = False  # what attention of that forward selects are device rows already
 
     def __init__(
         self,
@@ -249,12 +254,30 @@ class HiSparsePool(HiSparseDSATokenToKVPool):
         """
         if compressed_indices.ndim == 1:
             return self.write_rows(compressed_indices)
-        if self.reads_windows:
+        if self._table_is_translated or self.reads_windows:
             return compressed_indices  # each window translates its own (transfer/attention_windows.py)
         if (stream := self._running_stream()) is not None:
             stream.select(compressed_indices)
             return rows_for_reading(compressed_indices, stream.table, self.page_size)
         return self.read_rows(compressed_indices)
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around each forward of the model, its tables included, and around no capture of a graph."""
+        self._in_forward, self._table_is_translated = True, False
+        try:
+            yield
+        finally:
+            self._in_forward = self._table_is_translated = False
+
+    def translate_table(self, ids: torch.Tensor) -> torch.Tensor | None:
+        """Device rows int32 for the ids in a table from which all layers of this forward select: a new tensor, to be put in its
+        place; what attention then passes to be translated are rows. None, and nothing changes, where layers must translate
+        for themselves: an extend that is streamed, or no forward that `forward` knows of."""
+        if not self._in_forward or self._running_stream() is not None:
+            return None
+        self._table_is_translated = True
+        return self.read_rows(ids)
 
     def _running_stream(self) -> PrefixStream | None:
         """The stream that attention reads from in this forward, None where it reads the pool."""

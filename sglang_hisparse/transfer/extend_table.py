@@ -1,0 +1,38 @@
+"""The page table of an extend, translated once instead of what every layer selects from it.
+
+In an extend SGLang's top-k looks the selected positions up in a table with the id of every token (`page_table_1`, int32 [requests,
+longest]), and the backend then has our pool translate what was selected, in every layer: [new tokens, top_k], 67 MB read and as many
+written for 8,192 tokens. Where every page is resident the table itself can hold device rows instead: a quarter of a megabyte for a prompt of
+64,000 tokens, once a forward. The indexer goes by the table of pages, which stays logical. Rows come out as they would have: the table's
+entry of a selected position is that position's device row, -1 where it has none.
+
+Hooked behind the call in which SGLang's DSA backend makes the tables of an eager forward. Only the table that this forward alone reads
+is replaced, never written; what SGLang keeps for graphs is not touched. A streamed extend keeps its ids: each layer has its own rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from sglang_hisparse.memory.pool import HiSparsePool
+
+
+def after_init_forward_metadata(result: None, backend: Any, forward_batch: Any) -> None:
+    """AFTER DeepseekSparseAttnBackend.init_forward_metadata."""
+    pool = getattr(backend, "token_to_kv_pool", None)
+    if not isinstance(pool, HiSparsePool) or backend.hisparse_coordinator is None or not _is_plain_extend(backend, forward_batch):
+        return
+    metadata = backend.forward_metadata
+    if metadata.page_table_1 is not None and (rows := pool.translate_table(metadata.page_table_1)) is not None:
+        backend.forward_metadata = replace(metadata, page_table_1=rows)
+
+
+def _is_plain_extend(backend: Any, forward_batch: Any) -> bool:
+    """Whether attention takes what top-k finds in the table, through the pool's translation, and nobody else reads the table."""
+    from sglang.srt.layers.attention.dsa.dsa_topk_backend import TopkTransformMethod
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    mode = forward_batch.forward_mode
+    is_paged = backend.get_topk_transform_method(mode) is TopkTransformMethod.PAGED
+    return mode == ForwardMode.EXTEND and is_paged and not backend.use_mha and backend.dsa_index_kpool <= 1
