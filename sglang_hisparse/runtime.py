@@ -37,6 +37,7 @@ from sglang_hisparse.shutdown import obey_sigterm
 from sglang_hisparse.stats import StatsWriter, exceeds_device, residency_counts, resolver_counts
 from sglang_hisparse.storage.counters import STORAGE_COUNTS
 from sglang_hisparse.storage.tier import StorageTier
+from sglang_hisparse.transfer.copy_engine import CopyEngine
 from sglang_hisparse.transfer.decode_top_k import DecodeTopK
 from sglang_hisparse.transfer.hot_buffer import GroupTable, HotBuffers, RealRows
 from sglang_hisparse.transfer.last_resort import copy_to_host_now
@@ -113,6 +114,7 @@ class HiSparseRuntime:
             hot_pages=self.hot.hot_pages,
             hot_state=self.hot,
         )
+        self.worker.engine = CopyEngine.from_env(self.mem_pool_host, pool)
         policy = settings.residency_policy(self.worker.page_bytes * pool.layer_num)
         self.reporter = Reporter(self)
         self.residency = ResidencyCoordinator(limits, policy, allocator.device_pages, self.reporter.mirror)

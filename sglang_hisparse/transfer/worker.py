@@ -23,6 +23,7 @@ from sglang_hisparse.faults import FaultSeam
 from sglang_hisparse.kernels.page_copy import Direction, copy_pages
 from sglang_hisparse.kernels.resolver import apply_table_diff
 from sglang_hisparse.residency.types import LeaseChange, PageTransfer, StepPlan
+from sglang_hisparse.transfer.copy_engine import CopyEngine
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +79,7 @@ class TransferWorker:
         self.copy_now: Callable[[Sequence[PageTransfer]], None] | None = None
         self.must_succeed = False
         self.faults: FaultSeam | None = None
+        self.engine: CopyEngine | None = None  # set by the runtime: copies to the host without a kernel
 
     # -- copies to the host -----------------------------------------------------------------------------------------
 
@@ -124,7 +126,8 @@ class TransferWorker:
         launched.record(self.forward_stream or torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._copy_stream):
             self._copy_stream.wait_event(launched)
-            self._copy(Direction.TO_HOST, host, device)
+            if self.engine is None or not self.engine.to_host(host, device, self._copy_stream.cuda_stream):
+                self._copy(Direction.TO_HOST, host, device)
 
     def note_enqueued(self, transfer_ids: list[int], event: Any) -> None:
         """Copies that were enqueued together, in the order of their ids; event: behind the last, None when complete."""
