@@ -9,6 +9,7 @@ there would be too many calls are left to the kernel. `SGLANG_HISPARSE_MIRROR_EN
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -21,6 +22,8 @@ from sglang_hisparse.memory.host_memory import chunk_ranges
 if TYPE_CHECKING:
     from sglang_hisparse.memory.host_tier import HostTier
     from sglang_hisparse.memory.pool import HiSparsePool
+
+logger = logging.getLogger(__name__)
 
 ENGINE_VARIABLE = "SGLANG_HISPARSE_MIRROR_ENGINE"
 MOST_CALLS = 512  #: of one mirror; a call costs the scheduler's thread 2 to 4 us
@@ -59,6 +62,7 @@ class CopyEngine:
         self._bases = list(zip(host_bases, device_bases, strict=True))
         self._page_bytes, self._copy = page_bytes, copy
         self._borders = [host_bases[0] + border for border in borders]
+        self._is_refused = False
 
     @classmethod
     def from_env(cls, host: HostTier, pool: HiSparsePool) -> CopyEngine | None:
@@ -69,20 +73,27 @@ class CopyEngine:
         return cls(host.layer_bases().tolist(), pool.device_bases().tolist(), host.page_bytes, borders, driver_copy())
 
     def to_host(self, host_pages: Sequence[int], device_pages: Sequence[int], stream: int) -> bool:
-        """Enqueue all layers of these pages; False, and nothing is enqueued, where they lie too scattered. Raises RuntimeError."""
-        runs = runs_of(host_pages, device_pages)
-        if len(runs) * len(self._bases) > MOST_CALLS:
+        """Enqueue all layers of these pages. False: the kernel must copy them, since they lie too scattered, or the driver has
+        refused a copy, now or before; what was enqueued until then is copied twice, and alike."""
+        runs = [] if self._is_refused else runs_of(host_pages, device_pages)
+        if self._is_refused or len(runs) * len(self._bases) > MOST_CALLS:
             return False
         size = self._page_bytes
         for host_base, device_base in self._bases:
             for first, source, count in runs:
-                self._copy_run(host_base + first * size, device_base + source * size, count * size, stream)
+                if not self._copy_run(host_base + first * size, device_base + source * size, count * size, stream):
+                    return False
         return True
 
-    def _copy_run(self, host: int, device: int, num_bytes: int, stream: int) -> None:
+    def _copy_run(self, host: int, device: int, num_bytes: int, stream: int) -> bool:
         while num_bytes:
             place = bisect_right(self._borders, host)
             part = min(num_bytes, self._borders[place] - host) if place < len(self._borders) else num_bytes
             if error := self._copy(host, device, part, stream):
-                raise RuntimeError(f"the driver refuses a copy of {part} bytes to the host (CUresult {error})")
+                self._is_refused = True
+                logger.error(
+                    "HiSparse: the driver refuses a copy of %d bytes to the host (CUresult %d); a kernel copies from now on", part, error
+                )
+                return False
             host, device, num_bytes = host + part, device + part, num_bytes - part
+        return True

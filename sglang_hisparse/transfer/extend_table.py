@@ -29,10 +29,13 @@ def after_init_forward_metadata(result: None, backend: Any, forward_batch: Any) 
 
 
 def _is_plain_extend(backend: Any, forward_batch: Any) -> bool:
-    """Whether attention takes what top-k finds in the table, through the pool's translation, and nobody else reads the table."""
+    """Whether attention takes what top-k finds in the table, through the pool's translation, and nobody else reads the table
+    or is given its entries, as a client is that asks for the indexer's choice."""
     from sglang.srt.layers.attention.dsa.dsa_topk_backend import TopkTransformMethod
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
+    from sglang.srt.state_capturer.indexer_topk import get_global_indexer_capturer
 
     mode = forward_batch.forward_mode
     is_paged = backend.get_topk_transform_method(mode) is TopkTransformMethod.PAGED
-    return mode == ForwardMode.EXTEND and is_paged and not backend.use_mha and backend.dsa_index_kpool <= 1
+    reads_alone = not backend.use_mha and backend.dsa_index_kpool <= 1 and get_global_indexer_capturer() is None
+    return mode == ForwardMode.EXTEND and is_paged and reads_alone

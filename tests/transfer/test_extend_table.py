@@ -15,6 +15,7 @@ import torch
 from runtime_world import make_world
 from sglang.srt.layers.attention import dsa_backend
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.state_capturer import indexer_topk
 
 from sglang_hisparse.hooks import HOOKS, around_forward_raw
 from sglang_hisparse.memory.pool import HiSparsePool
@@ -157,8 +158,8 @@ def _same(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
-@pytest.mark.parametrize("case", ["streamed", "mixed", "outside", "dense", "ragged", "no coordinator"])
-def test_where_layers_translate_for_themselves(case: str, other: Any) -> None:
+@pytest.mark.parametrize("case", ["streamed", "mixed", "outside", "dense", "ragged", "no coordinator", "shown"])
+def test_where_layers_translate_for_themselves(case: str, other: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Goal: a table of rows is never read as ids, nor ids as rows. Method: forwards whose selections are translated, one by one."""
     pool = make_pool()
     backend, mode = make_backend(pool), ForwardMode.MIXED if case == "mixed" else ForwardMode.EXTEND
@@ -172,6 +173,8 @@ def test_where_layers_translate_for_themselves(case: str, other: Any) -> None:
         backend.set_dsa_prefill_impl = lambda batch: setattr(backend, "use_mha", True)
     if case == "ragged":
         backend.get_topk_transform_method = lambda mode: dsa_backend.TopkTransformMethod.RAGGED
+    if case == "shown":  # to clients, as --enable-return-indexer-topk does
+        monkeypatch.setattr(indexer_topk, "get_global_indexer_capturer", lambda: object())
     if case == "no coordinator":
         backend.hisparse_coordinator = None
     with nullcontext() if case == "outside" else pool.forward():
