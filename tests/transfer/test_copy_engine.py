@@ -11,6 +11,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from runtime_world import PAGE as PAGE_TOKENS
+from runtime_world import Sizes, make_world
 
 from sglang_hisparse.transfer import copy_engine
 from sglang_hisparse.transfer.copy_engine import CopyEngine, runs_of
@@ -81,3 +83,27 @@ def test_it_is_off_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     assert engine._bases == [(4096, 7), (8192, 9)] and len(engine._borders) == 3
     assert all((border - 4096) % 73_728 == 0 for border in engine._borders)
     assert CopyEngine.from_env(host, SimpleNamespace(device="cpu")) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("elastic_border", [False, True])
+def test_the_driver_brings_pages_to_their_homes(elastic_border: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: what the kernel does, the copy engine does, also across the pieces of a border that moves. Method: three prompts, the
+    second of which has ended, mirrored without the kernel; every row of every layer on the host against its token."""
+    monkeypatch.setenv(copy_engine.ENGINE_VARIABLE, "1")
+    sizes = Sizes(device_pages=400, ratio=3.0, context_pages=600)
+    with make_world(sizes, device="cuda", elastic_border=elastic_border) as world:
+        engine, done = world.runtime.worker.engine, []
+        to_host = engine.to_host
+        monkeypatch.setattr(engine, "to_host", lambda *told: done.append(to_host(*told)) or done[-1])
+        clients = [world.start(60 * PAGE_TOKENS, seed=seed) for seed in range(3)]
+        world.finish(clients.pop(1))
+        clients.append(world.start(90 * PAGE_TOKENS, seed=9))
+        world.settle()
+        torch.cuda.synchronize()
+        assert done and all(done)
+        for client in clients:
+            sealed = client.length // PAGE_TOKENS * PAGE_TOKENS
+            ids = torch.tensor(world.row_of(client))[:sealed]
+            for layer in range(sizes.layers):
+                assert np.array_equal(world.host_rows(layer, ids), world.expected(client, np.arange(sealed), layer)), layer
