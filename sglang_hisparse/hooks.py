@@ -172,8 +172,10 @@ def before_get_next_batch(scheduler: Any, running_batch: Any, *args: Any, **kwar
 
 
 def after_add_request(result: None, scheduler: Any, req: Any, *args: Any, **kwargs: Any) -> None:
-    runtime = scheduler.hisparse_coordinator
-    if isinstance(runtime, HiSparseRuntime) and runtime.border is not None:
+    """Not one that SGLang has refused (its queue is full, or priorities are off). Without disaggregation, the only mode that is
+    accepted, whom it takes is last in the queue; what it takes to abort has one token left, which is no page."""
+    runtime, queue = scheduler.hisparse_coordinator, scheduler.waiting_queue
+    if isinstance(runtime, HiSparseRuntime) and runtime.border is not None and queue and queue[-1] is req:
         runtime.border.note_arrival(req)
 
 

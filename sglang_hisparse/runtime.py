@@ -257,12 +257,13 @@ class HiSparseRuntime:
         return self.residency.book.committed_pages()
 
     def admission_may_have_room(self) -> bool:
-        """Whether the ledger has shrunk, the gate has new figures, or the last batch had no room in the scratch: SGLang stops
-        asking once a batch was full."""
+        """Whether the ledger has shrunk or a prefill or lease has ended, the gate has new figures, or the last batch had no room
+        in the scratch: SGLang stops asking once a batch was full."""
         if self.faults is not None:
             self.faults.abort_one(self._scheduler)
         before, self._committed_seen = self._committed_seen, self.committed_device_pages()
-        has_news = self.gate is not None and self.gate.take_news()
+        has_news = self.residency.book.take_settled()
+        has_news |= self.gate is not None and self.gate.take_news()
         has_news |= self.border is not None and self.border.take_news()
         return self._committed_seen < before or has_news or self.extends.take_refusal()
 

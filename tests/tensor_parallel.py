@@ -180,7 +180,7 @@ def prompts_that_do_not_return(rank: int, port: int, trace: Trace) -> None:
     with small_chunks(), engine_of(rank, port, {"elastic_border": True, "device_buffer_size": 128}, **sizes) as engine:
         border, seen = engine.coordinator.border, np.random.default_rng(rank)
         border.memory.has_vacated = lambda: seen.random() < (0.9, 0.2)[rank]
-        border.border.watch_looks, engine.link._max_batches = 40, 1 + 2 * rank
+        border.border.watch_looks, border.border.give_up_pages, engine.link._max_batches = 40, 8, 1 + 2 * rank
         rng, histories, most = np.random.default_rng(19), [[] for _ in range(14)], 0
         for phase in range(6):
             turns = [[*history, *rng.integers(10, 1000, 20 if history else 640).tolist()] for history in histories]

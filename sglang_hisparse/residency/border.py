@@ -43,7 +43,8 @@ MAX_STEPS_AT_ONCE = 4
 """Steps of one move: a bigger one would spill more at once than the next forwards can bear."""
 
 REST_LOOKS = 16
-"""Looks without another try after room could not be made, which only failing copies cause."""
+"""Looks without another try after room could not be made, which only failing copies cause, or after no choice of who is kept was found
+that the estimate of its cost had promised."""
 
 HURRY_LOOKS = 64
 """So many looks after a request had to wait, moves begin MAX_STEPS_AT_ONCE ahead of need: prefills take logical pages faster than
@@ -60,7 +61,11 @@ CLEAR_LOOKS = 16
 """Forwards between two looks at how far requests already let the border go back."""
 
 GIVE_UP_PAGES = 256
-"""Cached pages given up at once on the way back, before a forward; kept free below the place where the border is to go."""
+"""Cached pages given up at once on the way back, before a forward; kept free below the place where the border is to go, which has
+room for them."""
+
+CACHED_SHARE = 1 / 16
+"""Of what requests need, cached pages that have room there beside that. What is found again soon stays cached on the way back and after it."""
 
 MAX_DEFERRALS = 256
 """Times in a row that a request is asked to wait for a move, before cached prefixes are given up for it after all."""
@@ -268,22 +273,30 @@ class Border:
     # -- the way back under load ------------------------------------------------------------------------------------
 
     def _recede(self) -> None:
-        """Before a forward: where prompts do not return, go back to what requests have needed lately."""
+        """Before a forward: where prompts do not return, go back to what requests have needed lately, and soon will."""
         book = self.coordinator.book
-        self._note_need(0)
         self._watched += 1
         has_watched = self._watched % self.watch_looks == 0
+        self._note_need(self._soon_needed() if has_watched else 0)
         if not (self.returns.are_rare and self.begun):
             self._stay()
         elif has_watched or not self._goes_back:
             needed = max(self._most_needed, self._needed_before)
-            step = min(bisect_left(self._places, needed), self.begun)
+            room = needed + int(CACHED_SHARE * needed) + self.give_up_pages
+            step = min(bisect_left(self._places, room), self.begun)
             book.fill_below(self._places[step])
             self._goes_back = step < self.begun
         if has_watched:
             self._needed_before, self._most_needed = self._most_needed, 0
         if self._goes_back:
             self._clear_above()
+
+    def _soon_needed(self) -> int:
+        """Pages by which the live requests will have grown when the next two watches end. Not all up to their final pages: most answers
+        end long before their limit, and a page kept for one that does is a part of a device page that nobody has."""
+        book = self.coordinator.book
+        soon = -(-2 * self.watch_looks // book.limits.page_size)
+        return int(np.clip(book.final_pages - book.num_pages, 0, soon).sum())
 
     def _stay(self) -> None:
         """No way back is being cleared."""
@@ -294,10 +307,11 @@ class Border:
         """Pages above `fill_limit` become free by and by: the border goes there when they are, and before that as far as the requests
         let it that have pages above."""
         book, limit = self.coordinator.book, self.coordinator.book.fill_limit
-        if (book.unused_above(limit) or book.num_free_below < self.give_up_pages) and self._cached.num_unused():
-            self._cached.give_up(self.give_up_pages)
-        if not (self._watched % CLEAR_LOOKS == 0 or book.is_free_above(limit)):
-            return
+        if not book.is_free_above(limit):
+            if (book.unused_above(limit) or book.num_free_below < self.give_up_pages) and self._cached.num_unused():
+                self._cached.give_up(self.give_up_pages)
+            if self._watched % CLEAR_LOOKS and not book.is_free_above(limit):
+                return
         step = bisect_left(self._places, max(limit, book.highest_taken()))
         if step < self.begun:
             self._go_back(step)
@@ -317,9 +331,9 @@ class Border:
 
     def _begin(self, target: int) -> None:
         coordinator, limit = self.coordinator, self.steps[target].device_pages
-        if not coordinator.can_withhold(limit) or not self._keeps_within(limit):
+        if not coordinator.can_withhold(limit):
             return
-        if not self._make_room(coordinator.device_pages.num_usable - limit):
+        if not self._keeps_within(limit) or not self._make_room(coordinator.device_pages.num_usable - limit):
             self._rest = REST_LOOKS
             return
         if not coordinator.can_withhold(limit):  # making room has planned copies that are not acknowledged yet

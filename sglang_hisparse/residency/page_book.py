@@ -65,6 +65,7 @@ class PageBook:
         self._counted_at = np.full(slots, -1, dtype=np.int64)  # `moves` when the slot's host-only pages were counted
         self._committed = (-1, 0)  # `moves`, and what the ledger charged all live requests then
         self.least_committed = (-1, 0)  # `moves`, and the least that it could charge them then (sharing.py)
+        self.has_settled = False  # a prefill or a lease has ended since `take_settled` was last asked
         self.num_usable = limits.steps[0].logical_pages  # logical pages 1..num_usable have index-K, and may be handed out
         # Pages above this one are handed out only when none below is free: a border that is to come back waits for them.
         self.fill_limit = self.num_usable
@@ -358,6 +359,13 @@ class PageBook:
         if self._committed[0] != self.moves:
             self._committed = self.moves, self.fresh_committed_pages()
         return self._committed[1]
+
+    def take_settled(self) -> bool:
+        """Whether a prefill or a lease has ended since this was last asked: whom the ledger has kept back may fit now, though its sum
+        has not fallen. What a request gives back at the end of its prefill, its own admission has added in the same iteration; and
+        other choices of who is kept have opened, at the same sum."""
+        had, self.has_settled = self.has_settled, False
+        return had
 
     def forget_transfer(self, page: int | np.ndarray) -> None:
         """Of one page, or of several."""

@@ -43,7 +43,6 @@ class PrefixReturns:
         self._touched.clear()
         self._clock = 0  # pages that were not near
         self.are_rare = False
-        self.share: float | None = None  # of far pages in the last window, None before the first has been judged
         self._begin_window()
 
     def _begin_window(self) -> None:
@@ -75,5 +74,5 @@ class PrefixReturns:
             self._end_window(self.are_rare or self._far < RARE_SHARE * seen)
 
     def _end_window(self, are_rare: bool) -> None:
-        self.are_rare, self.share = are_rare, self._far / (self._far + self._new)
+        self.are_rare = are_rare
         self._begin_window()

@@ -149,6 +149,7 @@ def fits(book: PageBook, num_pages: int) -> bool:
 
 def settle(book: PageBook, slot: int) -> None:
     """Count the slot's request in the cheaper form, all others as they are: its prefill has ended, or its lease."""
+    book.has_settled = True
     if not book.bounded[slot] or book.leased[slot]:
         return
     others = book.keepers[book.pages(slot)] - int(book.kept[slot])

@@ -62,11 +62,22 @@ def test_running_requests_are_charged_at_their_worst() -> None:
         world.extend(client, tokens=4 * PAGE)
         assert world.allocator.create_prefill_budget(world.tree).free_device_pages == 24 - 11
         world.publish(client)
+        assert world.runtime.admission_may_have_room() is False
         world.extend(client)
         world.publish(client)
         assert world.allocator.create_prefill_budget(world.tree).free_device_pages == 24 - 5
-        assert world.runtime.admission_may_have_room() is False
+        assert world.runtime.admission_may_have_room() is True and world.runtime.admission_may_have_room() is False
         world.finish(client)
+        assert world.runtime.admission_may_have_room() is True and world.runtime.admission_may_have_room() is False
+
+
+@pytest.mark.parametrize("max_new_tokens", [500, 100_000], ids=["bounded", "unbounded"])
+def test_a_prefill_that_begins_and_ends_between_two_asks(max_new_tokens: int) -> None:
+    """Goal: admission is asked again, though the sum has only risen since it was last asked. Method: a prompt in one chunk."""
+    with make_world(Sizes(device_pages=24)) as world:
+        assert world.runtime.admission_may_have_room() is False
+        world.extend(world.client(world.prompt(10 * PAGE), max_new_tokens=max_new_tokens))
+        assert world.runtime.committed_device_pages() == 5
         assert world.runtime.admission_may_have_room() is True and world.runtime.admission_may_have_room() is False
 
 

@@ -369,3 +369,27 @@ def test_limits_without_a_border_have_one_step() -> None:
     assert stage.book.num_usable == 24 and stage.pages.num_usable == 12
     with pytest.raises(InvariantError, match="I10"):
         stage.book.extend_to(25)
+
+
+def test_no_second_look_where_nobody_can_be_kept() -> None:
+    """Goal: nobody waits, and no forward looks at all requests again, for a move that the estimate of the ledger alone allows. Method:
+    pages that two kept requests share behind different beginnings, which the estimate counts once."""
+    steps = (BorderStep(60, 60), BorderStep(45, 100))
+    stage, border, hand = build(steps, hot=16)
+    first, second, common = stage.cache(1, 10), stage.cache(1, 10), stage.cache(1, 5)
+    for slot, prefix, bounded in ((1, first, False), (2, second, False), (3, first + common, True), (4, second + common, True)):
+        stage.coordinator.attach(slot, prefix, final_pages=len(prefix) + 1, bounded=bounded)
+        stage.grow(slot, 1)
+        stage.launch(slot, len(prefix) + 1)
+    looks, keeps_within = [], border._keeps_within
+    border._keeps_within = lambda limit: looks.append(limit) or keeps_within(limit)
+    assert border.defers(stage.book.num_free + 1) and border._fits(1)
+    for _ in range(REST_LOOKS):
+        border.want(61)
+        tick(border)
+        assert not border.defers(stage.book.num_free + 1)
+    assert looks == [45] and not hand.moves
+    border.want(61)
+    tick(border)
+    assert looks == [45, 45] and stage.book.fresh_committed_pages() <= 60
+    check(stage.coordinator)

@@ -191,8 +191,8 @@ def test_who_gains_by_a_lease_is_kept_no_longer() -> None:
 
 
 def test_who_comes_back_to_a_family_is_kept_again() -> None:
-    """Goal: the ledger shrinks by it, so that admission is asked again. Method: of three that share ten pages one has a lease, and is
-    promoted; beside nobody who is kept its lease ends and nothing changes."""
+    """Goal: the ledger shrinks by it; admission is asked again, for others may be kept now. Method: of three that share ten pages one has
+    a lease, and is promoted; beside nobody who is kept its lease ends and no charge changes."""
     for kept in (True, False):
         policy = ResidencyPolicy(watermark_low=0.0, watermark_high=0.0, promote_pages_per_step=8)
         stage = Stage(device=60, logical=90, hot=HOT, policy=policy)
@@ -202,7 +202,9 @@ def test_who_comes_back_to_a_family_is_kept_again() -> None:
             stage.book.set_kept(slot, kept)
         assert stage.coordinator.acquire_lease(3)
         assert stage.book.committed_pages() == (14 if kept else 2 * SMALLEST) + SMALLEST
+        assert stage.book.take_settled() and not stage.book.take_settled(), "three prefills have ended"
         stage.policy.tick()
+        assert stage.book.take_settled(), "a lease has ended"
         assert not stage.coordinator.hot_lease and stage.book.kept[3] == kept
         assert stage.book.committed_pages() == (16 if kept else 3 * SMALLEST)
         check(stage.coordinator)

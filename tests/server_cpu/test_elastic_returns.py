@@ -36,7 +36,10 @@ def elastic_engine(**changes: Any) -> Any:
 
 
 def border(engine: Engine) -> Any:
-    return engine.coordinator.border.border
+    """Its room for what is given up at once is as small as the pools are."""
+    place = engine.coordinator.border.border
+    place.give_up_pages = 8
+    return place
 
 
 def send_once(engine: Engine, count: int, *, at_once: int = 4, seed: int = 0) -> list[int]:
@@ -142,7 +145,7 @@ def test_random_lives_while_the_verdict_changes(seed: int, overlap: bool) -> Non
     sizes = {"device_pages": 30, "ratio": 2 + seed % 3, "max_running_requests": 8, "link_seed": seed}
     with elastic_engine(overlap=overlap, **sizes) as engine:
         place, rng, returned = border(engine), np.random.default_rng(seed), 0
-        place.watch_looks, place.give_up_pages, given_up = 4, 8, []
+        place.watch_looks, place.give_up_pages, given_up = 4, 4, []
         look, give_up = place.look, place._cached.give_up
 
         def turning_look() -> None:
@@ -187,3 +190,26 @@ def test_what_is_noted_of_a_request() -> None:
         assert [a == b for a, b in zip(noted[0], page_keys(other, PAGE, (None, None)), strict=True)] == [True, True, False]
         engine.coordinator.border.note_arrival(SimpleNamespace(retracted_stain=True))
         assert len(noted) == 2
+
+
+def test_refused_requests_are_no_prompts() -> None:
+    """Goal: what is turned away says nothing about what the cache will see. Method: a queue for one, alone and with priorities, where the
+    later request takes the place of the first; priorities that are not allowed; a prompt that is too long."""
+    for changes, priorities, noted_of, left in (
+        ({"max_queued_requests": 1}, (None, None), [0], [0]),
+        ({"max_queued_requests": 1, "enable_priority_scheduling": True}, (1, 2), [0, 1], [1]),
+        ({"max_queued_requests": 1, "enable_priority_scheduling": True}, (2, 1), [0], [0]),
+        ({"abort_on_priority_when_disabled": True}, (None, 1), [0], [0]),
+    ):
+        with elastic_engine(**changes) as engine:
+            noted: list[list[int]] = []
+            border(engine).returns.note = lambda keys: noted.append(list(keys))  # noqa: B023
+            handles = submit(engine, [3 * PAGE, 2 * PAGE], 5)
+            for message, priority in zip(engine._inbox, priorities, strict=True):
+                message.priority = priority
+            engine.run_until_idle()
+            assert noted == [list(page_keys(handles[index].prompt, PAGE, (None, None))) for index in noted_of], changes
+            assert [index for index, handle in enumerate(handles) if handle.finish_reason != "abort"] == left
+            submit(engine, [engine.scheduler.max_req_input_len + PAGE], 5)
+            engine.run_until_idle()
+            assert not any(noted[len(noted_of) :])

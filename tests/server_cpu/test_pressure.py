@@ -39,6 +39,22 @@ def test_requests_of_most_of_a_pool(mode: str, overlap: bool) -> None:
         finish(engine)
 
 
+@LOOPS
+def test_who_waits_for_the_end_of_a_prefill(overlap: bool) -> None:
+    """Goal: a request that the ledger kept back starts when another's prefill ends, not when a request does. Method: one that decodes
+    all the while; two prompts at once, which fit the device one after the other: 5 + 11 + 11 of 24 pages, then 5 + 5 + 11."""
+    with engine_for(overlap=overlap, device_pages=24, hot_pages=2, chunked_prefill_size=16 * PAGE) as engine:
+        first = submit(engine, [3 * PAGE], 400, seed=1)
+        engine.run_until(lambda: engine.num_running() == 1)
+        others = submit(engine, [10 * PAGE - 5] * 2, 400, seed=2)
+        steps = engine.steps
+        engine.run_until(lambda: engine.num_running() == 3, max_steps=20)
+        assert engine.steps - steps <= 5 and not any(handle.finished for handle in (*first, *others))
+        engine.run_until_idle()
+        assert_outputs([*first, *others])
+        finish(engine)
+
+
 def edges(engine: Engine) -> list[int]:
     """Prompt lengths at which some capacity ends, each page by page and token by token around it."""
     limits = engine.coordinator.residency.limits

@@ -216,7 +216,8 @@ class Ranks:
         for rank in self.members:
             plan = rank.coordinator.take_plan()
             rank.gpu.apply(plan)
-            plans.append((plan.step, plan.promotions, plan.table, plan.leases, plan.relocations, plan.vacates))
+            asks = rank.coordinator.book.take_settled()  # admission is asked again: all ranks must do so in the same iteration
+            plans.append((plan.step, plan.promotions, plan.table, plan.leases, plan.relocations, plan.vacates, asks))
         if any(plan != plans[0] for plan in plans[1:]):
             raise Violation("R30", f"ranks plan differently: {plans}")
 
