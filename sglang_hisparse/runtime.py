@@ -445,6 +445,5 @@ class HiSparseRuntime:
     def counters(self) -> dict[str, int]:
         """Counts since start, for logs, metrics and the statistics file; device counts lag by a few steps."""
         counts = {**residency_counts(self), **resolver_counts(self.hot.counters()), **self.audit.counters()}
-        counts |= self.extends.counters()
-        counts |= {} if self.border is None else self.border.counters()
+        counts |= self.extends.counters() | ({} if self.border is None else self.border.counters())
         return {**counts, **(dict.fromkeys(STORAGE_COUNTS, 0) if self.storage is None else self.storage.counters())}

@@ -53,7 +53,6 @@ def residency_counts(runtime: HiSparseRuntime) -> dict[str, int]:
         "admission_compute_ns": round(believed.compute * 1e9),
         "admission_request_ns": round(believed.per_request * 1e9),
         "admission_host_page_ns": round(believed.per_host_page * 1e9),
-        "border_move_us": 0 if runtime.border is None else round(runtime.border.memory.seconds_moving * 1e6),
         "device_pages_free": residency.device_pages.num_free,
         "device_pages_resident": residency.device_pages.count(Owner.RESIDENT),
         "device_pages_hot": residency.device_pages.count(Owner.HOT),
@@ -62,6 +61,11 @@ def residency_counts(runtime: HiSparseRuntime) -> dict[str, int]:
         "bytes_to_host": runtime.worker.bytes_to_host,
         "bytes_to_device": runtime.worker.bytes_to_device,
     }
+
+
+def times(runtime: HiSparseRuntime) -> dict[str, int]:
+    """What this rank's scheduler thread has spent, microseconds since start; unlike counts no rank's is another's."""
+    return {"border_move_us": 0 if runtime.border is None else round(runtime.border.memory.seconds_moving * 1e6)}
 
 
 def resolver_counts(counters: dict[str, int]) -> dict[str, int]:
@@ -279,5 +283,5 @@ class StatsWriter:
 
     def _write(self) -> None:
         partial = self._path.with_suffix(".partial")
-        partial.write_text(json.dumps(self._runtime.counters()))
+        partial.write_text(json.dumps(self._runtime.counters() | times(self._runtime)))
         partial.replace(self._path)

@@ -330,3 +330,4 @@ def test_the_statistics_file_is_written(monkeypatch: pytest.MonkeyPatch, tmp_pat
         world.resolve([client], pick(world, world.go_mixed(client), 50), 0)
     counters = json.loads((tmp_path / "stats.json").read_text())
     assert counters["pages_spilled"] > 0 and counters["rows_fetched"] == 50 and counters["errors"] == 0
+    assert counters["border_move_us"] == counters["admission_host_page_ns"] == 0, "no border moves here, and no gate believes anything"
