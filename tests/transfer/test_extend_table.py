@@ -4,6 +4,7 @@ touched. Method: SGLang's DSA backend on the CPU makes its own tables; top-k is 
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import pytest
 import torch
 from runtime_world import make_world
 from sglang.srt.layers.attention import dsa_backend
+from sglang.srt.layers.attention.dsa.dsa_topk_backend import DSATopKBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.state_capturer import indexer_topk
 
@@ -73,13 +75,13 @@ def make_backend(pool: HiSparsePool) -> Any:
     return backend
 
 
-def make_batch(mode: ForwardMode = ForwardMode.EXTEND) -> Any:
+def make_batch(mode: ForwardMode = ForwardMode.EXTEND, new: list[int] = NEW) -> Any:
     lengths = torch.tensor(LENGTHS)
-    prefixes = [length - new for length, new in zip(LENGTHS, NEW, strict=True)]
+    prefixes = [length - count for length, count in zip(LENGTHS, new, strict=True)]
     return SimpleNamespace(
         batch_size=2, seq_lens=lengths, seq_lens_cpu=lengths, seq_lens_sum=sum(LENGTHS), req_pool_indices=torch.tensor([3, 1]),
-        extend_seq_lens=torch.tensor(NEW), extend_seq_lens_cpu=NEW, extend_prefix_lens=torch.tensor(prefixes),
-        extend_prefix_lens_cpu=prefixes, extend_num_tokens=sum(NEW), forward_mode=mode, get_max_chunk_capacity=lambda: 1 << 17,
+        extend_seq_lens=torch.tensor(new), extend_seq_lens_cpu=new, extend_prefix_lens=torch.tensor(prefixes),
+        extend_prefix_lens_cpu=prefixes, extend_num_tokens=sum(new), forward_mode=mode, get_max_chunk_capacity=lambda: 1 << 17,
     )  # fmt: skip
 
 
@@ -107,7 +109,7 @@ def attention_rows(backend: Any, batch: Any, ids: torch.Tensor, layer: int) -> t
     """The rows that SGLang's `forward_extend` gives to its kernel."""
     seen = []
     backend._forward_flashmla_sparse = lambda *, page_table_1, **rest: seen.append(page_table_1)
-    query = torch.zeros(sum(NEW), 1, DIM)
+    query = torch.zeros(len(ids), 1, DIM)
     layer = SimpleNamespace(layer_id=layer, is_cross_attention=False, tp_q_head_num=1, head_dim=DIM, v_head_dim=16, scaling=0.2)
     backend.forward_extend(query, None, None, layer, batch, topk_indices=ids)
     return seen[0]
@@ -217,3 +219,49 @@ def test_other_pools_and_the_hook() -> None:
     after_init_forward_metadata(None, backend, make_batch())
     assert not hasattr(backend, "forward_metadata")
     assert [hook.kind for hook in HOOKS if hook.function is after_init_forward_metadata] == ["AFTER"]
+
+
+def _stub_top_k(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """SGLang's two kernels on the CPU, each with the table that it is given; the names of those that were called."""
+    called: list[str] = []
+
+    def by_pages(logits: torch.Tensor, lengths: torch.Tensor, pages: torch.Tensor, out: torch.Tensor, size: int, plan: Any) -> None:
+        called.append("pages")
+        for row, length in enumerate(lengths.tolist()):
+            chosen = torch.arange(min(length, TOP_K))
+            out[row] = -1
+            out[row, : len(chosen)] = pages[row, chosen // size] * size + chosen % size
+
+    def by_tokens(score: torch.Tensor, lengths: torch.Tensor, page_table_size_1: torch.Tensor, cu_seqlens_q: torch.Tensor,
+                  topk: int, row_starts: Any) -> torch.Tensor:  # fmt: skip
+        called.append("tokens")
+        out = torch.full((len(score), topk), -1, dtype=torch.int32)
+        for row, length in enumerate(lengths.tolist()):
+            request = int(torch.searchsorted(cu_seqlens_q, row, right=True)) - 1
+            out[row, : min(length, topk)] = page_table_size_1[request, : min(length, topk)]
+        return out
+
+    monkeypatch.setattr("sglang.kernels.ops.attention.dsv4.topk.topk_transform_paged_v2", by_pages)
+    fake = SimpleNamespace(fast_topk_transform_fused=by_tokens, fast_topk_transform_ragged_fused=None)
+    monkeypatch.setitem(sys.modules, "sgl_kernel", fake)
+    return called
+
+
+@pytest.mark.parametrize(("new", "kernel"), [([1, 1], "pages"), ([2, 1], "tokens"), ([40, 70], "tokens")])
+def test_rows_where_top_k_looks_at_pages(new: list[int], kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: an extend with one new token a request, for which SGLang's top-k reads the table of pages, reads its own rows too.
+    Method: SGLang's own choice of the kernel, as its indexer asks for short requests; what attention is given, against the page table."""
+    called = _stub_top_k(monkeypatch)
+    pool, batch = make_pool(), make_batch(new=new)
+    backend = make_backend(pool)
+    backend.dsa_topk_backend = DSATopKBackend.SGL_KERNEL
+    backend._build_topk_v2_plan = lambda lengths: torch.zeros(len(lengths) + 1)
+    with pool.forward():
+        init(backend, batch)
+        ids = backend.get_indexer_metadata(0, batch).topk_transform(torch.zeros(sum(new), TOP_K), TOP_K)
+        rows = attention_rows(backend, batch, ids, 0)
+    assert called == [kernel]
+    first = torch.arange(TOP_K)
+    wanted = torch.stack([page * PAGE + first for page, count in zip((2, 10), new, strict=True) for _ in range(count)])
+    ends = torch.tensor([end for length, count in zip(LENGTHS, new, strict=True) for end in range(length - count + 1, length + 1)])
+    assert torch.equal(rows.long(), torch.where(first < ends[:, None], wanted, -1))
