@@ -134,6 +134,15 @@ def test_the_copy_engine_copies_pages_too(tmp_path: pathlib.Path) -> None:
     assert (found["copies"], found["copy_us"], found["overlapped_us"]) == (1.0, 20.0, 20.0)
 
 
+def test_copies_of_the_forward_stream_are_beside_nothing(tmp_path: pathlib.Path) -> None:
+    """Goal: a look at the link, or a page that comes back, counts as no copy beside the forward: it is a part of it. Method: one on
+    either stream."""
+    events = [event(COPY, FORWARD, 0.0, 30.0), event(GEMM, FORWARD, 40.0, 100.0), event(COPY, COPIES, 130.0, 20.0)]
+    found = Profile(read_launches(write_trace(tmp_path / "both.json.gz", events)), 1, separate=True).overlap()
+    assert (found["copies"], found["copy_us"], found["overlapped_us"]) == (1.0, 20.0, 10.0)
+    assert [row["kernel"] for row in found["kernels"]] == ["sm90_fp8_gemm_impl"]
+
+
 def test_differences_add_up(tmp_path: pathlib.Path) -> None:
     """Goal: the table explains the whole difference, in the order of its parts. Method: against the streams' busy times."""
     plain, ours = profile(tmp_path, False), profile(tmp_path, True)

@@ -164,7 +164,9 @@ class Profile:
         if len(pauses) < wanted:
             raise ValueError(f"{len(pauses)} pauses of the forward stream do not tell {units} prompts apart")
         self._pauses = sorted(pauses[:wanted])
-        self.copies = merged((one.start_us, one.end_us) for one in launches if one.is_page_copy)
+        # Those of the forward stream itself (a look at the link, pages that come back) run beside nothing of it.
+        self.page_copies = [one for one in launches if one.is_page_copy and one.stream != self.forward_stream]
+        self.copies = merged((one.start_us, one.end_us) for one in self.page_copies)
 
     def unit_of(self, launch: Launch) -> int:
         """Which prompt a launch of the forward stream belongs to."""
@@ -218,7 +220,7 @@ class Profile:
         }
 
     def overlap(self, plain: "Profile | None" = None) -> dict[str, Any]:
-        """What page copies do to the forward's kernels beside which they run.
+        """What page copies of other streams do to the forward's kernels beside which they run.
 
         Of each name: launches that share time with a copy (`inside`) and those that do not, and their means. Launches of one name
         differ in size, so `plain_us` is the mean of the same launches in `plain`: the same name, the same place in the same
@@ -228,7 +230,7 @@ class Profile:
         rows = []
         for name, launches in self.ordered().items():
             inside = {key: one for key, one in launches.items() if shared_us((one.start_us, one.end_us), self.copies)}
-            if not inside or PAGE_COPY_KERNEL in name:
+            if not inside:
                 continue
             outside = [one.us for key, one in launches.items() if key not in inside]
             same = known.get(name, {})
@@ -241,9 +243,8 @@ class Profile:
                 "plain_us": _mean([same[key].us for key in inside]) if is_same else None,
                 "lost_us": self._per(sum(one.us - same[key].us for key, one in inside.items())) if is_same else None,
             })  # fmt: skip
-        copies = [one for one in self.launches if one.is_page_copy]
         return {
-            "copies": self._per(len(copies)),
+            "copies": self._per(len(self.page_copies)),
             "copy_us": self._per(length(self.copies)),
             "overlapped_us": self._per(sum(shared_us(span, self.copies) for span in self._spans)),
             "kernels": sorted(rows, key=lambda row: -(row["inside"] * (row["inside_us"] or 0.0))),
