@@ -121,6 +121,7 @@ def validate_server_args(view: Any, original: Callable[[Any], None] | None = Non
     model_config = _model_config_of(view)
     _check_model(model_config)
     _check_pool_resize(view)
+    _check_padding(view)
     resolved = resolve_settings(view.hisparse_config, model_config, page_size=view.page_size)
     if resolved.record_file is not None:
         check_record_file(Path(resolved.record_file))
@@ -208,6 +209,19 @@ def _check_pool_resize(view: Any) -> None:
             "resizes the pool after graph capture, and the page table's address and length are fixed",
             "0",
         )
+
+
+def _check_padding(view: Any) -> None:
+    """Ranks with DP attention that are all padded to the longest batch: SGLang runs a decode batch beside an extend as one of one token a
+    request then (`ForwardBatch.prepare_mlp_sync_batch`), and no extend resolves rows: those of host-only pages would be left out."""
+    from sglang.srt.environ import envs
+    from sglang.srt.runtime_context import attn_dp_enabled_of
+
+    backend = view.moe_a2a_backend
+    pads = backend == "pplx" or (backend == "deepep_v2" and envs.SGLANG_DEEPEP_V2_FORCE_MAX_LEN.get())
+    if pads and attn_dp_enabled_of(view):
+        why = f"cannot be combined with {_FLAG} and DP attention (decode batches beside an extend would run as extends, without the resolver)"
+        refuse("--moe-a2a-backend", backend, why, "another, deepep_v2 without SGLANG_DEEPEP_V2_FORCE_MAX_LEN")
 
 
 def _check_model(model_config: Any) -> None:

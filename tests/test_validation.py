@@ -270,6 +270,32 @@ def test_a_pool_that_would_be_resized_is_refused(arguments, original, monkeypatc
 
 
 @pytest.mark.usefixtures("on_cuda")
+@pytest.mark.parametrize(
+    ("backend", "forced", "ranks", "refused"),
+    [("pplx", False, 2, True), ("deepep_v2", True, 2, True), ("deepep_v2", False, 2, False), ("pplx", False, 1, False), ("none", True, 2, False)],
+)
+def test_padding_that_makes_extends_of_decode_steps_is_refused(
+    arguments, original, backend: str, forced: bool, ranks: int, refused: bool
+) -> None:
+    """Goal: no decode step goes without the resolver. Method: the backends for which SGLang pads all ranks alike, with and without DP
+    attention, and SGLang's own choice of the padding beside an extend."""
+    from sglang.srt.environ import envs
+    from sglang.srt.layers import dp_attention
+    from sglang.srt.layers.moe import utils
+
+    with envs.SGLANG_DEEPEP_V2_FORCE_MAX_LEN.override(forced), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(utils, "get_moe_a2a_backend", lambda: utils.MoeA2ABackend(backend))
+        patch.setattr(dp_attention, "dp_gather_width", lambda: 2)
+        assert dp_attention.DpPaddingMode.get_dp_padding_mode(True, [3, 5]).is_max_len() is (refused or ranks == 1)
+        view = arguments(moe_a2a_backend=backend, attn_dp_size=ranks)
+        if not refused:
+            assert validate_server_args(view, original) is not None
+            return
+        with pytest.raises(ConfigError, match=f"^--moe-a2a-backend: .*{backend}.* DP attention"):
+            validate_server_args(view, original)
+
+
+@pytest.mark.usefixtures("on_cuda")
 @pytest.mark.parametrize("how", ["saver", "pool"])
 def test_a_border_that_flags_forbid_ends_the_start_only_where_it_was_asked_for(arguments, original, how: str) -> None:
     """Goal: the refusal comes before weights, and the default never refuses. Method: the memory saver and a custom pool; three settings."""
