@@ -270,14 +270,12 @@ class HiSparsePool(HiSparseDSATokenToKVPool):
         finally:
             self._in_forward = self._table_is_translated = False
 
-    def translate_table(self, ids: torch.Tensor) -> torch.Tensor | None:
+    def translate_table(self, ids: torch.Tensor | None) -> torch.Tensor | None:
         """Device rows int32 for the ids in a table from which all layers of this forward select: a new tensor, to be put in its
-        place; what attention then passes to be translated are rows. None, and nothing changes, where layers must translate
-        for themselves: an extend that is streamed, or no forward that `forward` knows of."""
-        if not self._in_forward or self._running_stream() is not None:
-            return None
-        self._table_is_translated = True
-        return self.read_rows(ids)
+        place; what attention then passes to be translated are rows. None where layers must translate for themselves: a table that
+        is no such one (`ids` None), an extend that is streamed, or no forward that `forward` knows of."""
+        self._table_is_translated = ids is not None and self._in_forward and self._running_stream() is None
+        return self.read_rows(ids) if self._table_is_translated else None
 
     def _running_stream(self) -> PrefixStream | None:
         """The stream that attention reads from in this forward, None where it reads the pool."""

@@ -25,12 +25,12 @@ from sglang_hisparse.memory.pool import HiSparsePool
 def after_init_forward_metadata(result: None, backend: Any, forward_batch: Any) -> None:
     """AFTER DeepseekSparseAttnBackend.init_forward_metadata."""
     pool = getattr(backend, "token_to_kv_pool", None)
-    if not isinstance(pool, HiSparsePool) or backend.hisparse_coordinator is None or not _is_plain_extend(backend, forward_batch):
+    if not isinstance(pool, HiSparsePool) or backend.hisparse_coordinator is None:
         return
     metadata = backend.forward_metadata
-    if len(metadata.dsa_seqlens_expanded) == len(metadata.real_page_table):
-        return
-    if metadata.page_table_1 is not None and (rows := pool.translate_table(metadata.page_table_1)) is not None:
+    # Also told of a table that stays as it is: it takes the place of one that may have been translated.
+    rows = pool.translate_table(metadata.page_table_1 if _is_plain_extend(backend, forward_batch) else None)
+    if rows is not None:
         backend.forward_metadata = replace(metadata, page_table_1=rows)
 
 
@@ -41,7 +41,7 @@ def _is_plain_extend(backend: Any, forward_batch: Any) -> bool:
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
     from sglang.srt.state_capturer.indexer_topk import get_global_indexer_capturer
 
-    mode = forward_batch.forward_mode
+    mode, metadata = forward_batch.forward_mode, backend.forward_metadata
     is_paged = backend.get_topk_transform_method(mode) is TopkTransformMethod.PAGED
     reads_alone = not backend.use_mha and backend.dsa_index_kpool <= 1 and get_global_indexer_capturer() is None
-    return mode == ForwardMode.EXTEND and is_paged and reads_alone
+    return mode == ForwardMode.EXTEND and is_paged and reads_alone and len(metadata.dsa_seqlens_expanded) != len(metadata.real_page_table)

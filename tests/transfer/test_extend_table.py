@@ -205,6 +205,25 @@ def test_it_ends_with_its_forward() -> None:
         assert pool.translate_loc_to_hisparse_device(ids).item() == 2 * PAGE + 1
 
 
+@pytest.mark.parametrize("case", ["one token each", "decode"])
+def test_the_last_table_counts(case: str) -> None:
+    """Goal: tables that are made again within a forward are read as what they are. Method: a table that is translated, then one that
+    is not."""
+    pool, ids = make_pool(), torch.tensor([[7 * PAGE + 1]], dtype=torch.int32)
+    backend, again = make_backend(pool), make_batch(new=[1, 1])
+    backend._build_paged_mqa_schedule_2d_ctx_lens = lambda *given: None
+    if case == "decode":
+        again.forward_mode = ForwardMode.DECODE
+    with pool.forward():
+        init(backend, make_batch())
+        assert pool.translate_loc_to_hisparse_device(ids) is ids
+        init(backend, again)
+        assert backend.forward_metadata.page_table_1[0, 1] == 7 * PAGE + 1
+        assert pool.translate_loc_to_hisparse_device(ids).item() == 2 * PAGE + 1
+        init(backend, make_batch())
+        assert pool.translate_loc_to_hisparse_device(ids) is ids
+
+
 def test_a_server_says_when_a_forward_runs() -> None:
     """Goal: the hook around SGLang's forward lets tables be translated, in it alone. Method: a forward that asks, with the runtime."""
     with make_world() as world:
