@@ -6,9 +6,9 @@ written for 8,192 tokens. Where every page is resident the table itself can hold
 64,000 tokens, once a forward. The indexer goes by the table of pages, which stays logical. Rows come out as they would have: the table's
 entry of a selected position is that position's device row, -1 where it has none.
 
-Top-k must look into that table, then. It looks into the table of pages instead where a batch has as many new tokens as requests, which makes
+Top-k must look into that table, then. It may look into the table of pages instead where a batch has as many new tokens as requests, which makes
 its rows look like those of a decode step (SGLang's `DSATopKBackend.topk_transform`): a prompt of 65 tokens of which 64 are cached, or the
-last token of a chunked one. Such an extend keeps its ids; it has few rows to translate.
+last token of a short chunked one. Such an extend keeps its ids; it has few rows to translate.
 
 Hooked behind the call in which SGLang's DSA backend makes the tables of an eager forward. Only the table that this forward alone reads
 is replaced, never written; what SGLang keeps for graphs is not touched. A streamed extend keeps its ids: each layer has its own rows.
