@@ -14,7 +14,8 @@ results in serving_equal_memory_h200.json, where pool_tokens is the pool of plai
 ours_elastic is ours with elastic_border: it begins with the device tokens of plain SGLang, and has as many logical tokens as
 ours; only with --equal bytes. ours_audit checks rows while it runs; ours_latency admits without a look at the throughput;
 ours_unfused selects in decode steps as SGLang does under HiSparse, and not by plain SGLang's kernel; ours_on_pressure copies no page
-to the host before pages run short; ours_engine copies by the copy engine where pages lie in runs.
+to the host before pages run short; ours_engine copies by the copy engine where pages lie in runs; ours_table
+translates the page table of a prefill once, not what each layer selects.
 --output and --stream-interval: with 256 tokens prefill takes most of the time of a long prompt; longer outputs show decode; one
 event a token makes the HTTP stream the bottleneck of small models. A result file holds rows of one stream interval
 (`stream_interval`; a file without it: 1), of one --config (`config`) and one --link-load (`link_load`); a call with another one
@@ -57,6 +58,7 @@ SYSTEMS = {
     "ours_audit": ServerSpec("bench-audit", hisparse=True, plugin=True, env={"SGLANG_HISPARSE_AUDIT": "1"}),
     "ours_unfused": ServerSpec("bench-unfused", hisparse=True, plugin=True, env={"SGLANG_HISPARSE_FUSED_TOP_K": "0"}),
     "ours_on_pressure": ServerSpec("bench-on-pressure", hisparse=True, plugin=True, config={"mirroring": "on_pressure"}),
+    "ours_table": ServerSpec("bench-table", hisparse=True, plugin=True, env={"SGLANG_HISPARSE_EXTEND_TABLE": "1"}),
     "ours_engine": ServerSpec("bench-engine", hisparse=True, plugin=True, env={"SGLANG_HISPARSE_MIRROR_ENGINE": "1"}),
     "ours_latency": ServerSpec("bench-latency", hisparse=True, plugin=True, config={"admission": "latency"}),
 }

@@ -1,4 +1,5 @@
-"""The page table of an extend, translated once instead of what every layer selects from it.
+"""The page table of an extend, translated once instead of what every layer selects from it: off by default, as long as no GPU has
+compared its tokens with plain SGLang's. `SGLANG_HISPARSE_EXTEND_TABLE=1` switches it on.
 
 In an extend SGLang's top-k looks the selected positions up in a table with the id of every token (`page_table_1`, int32 [requests,
 longest]), and the backend then has our pool translate what was selected, in every layer: [new tokens, top_k], 67 MB read and as many
@@ -16,16 +17,19 @@ is replaced, never written; what SGLang keeps for graphs is not touched. A strea
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import Any
 
 from sglang_hisparse.memory.pool import HiSparsePool
 
+TABLE_VARIABLE = "SGLANG_HISPARSE_EXTEND_TABLE"
+
 
 def after_init_forward_metadata(result: None, backend: Any, forward_batch: Any) -> None:
     """AFTER DeepseekSparseAttnBackend.init_forward_metadata."""
     pool = getattr(backend, "token_to_kv_pool", None)
-    if not isinstance(pool, HiSparsePool) or backend.hisparse_coordinator is None:
+    if os.environ.get(TABLE_VARIABLE) != "1" or not isinstance(pool, HiSparsePool) or backend.hisparse_coordinator is None:
         return
     metadata = backend.forward_metadata
     # Also told of a table that stays as it is: it takes the place of one that may have been translated.

@@ -22,11 +22,16 @@ from sglang.srt.state_capturer import indexer_topk
 from sglang_hisparse.hooks import HOOKS, around_forward_raw
 from sglang_hisparse.memory.pool import HiSparsePool
 from sglang_hisparse.residency.types import StreamPlan
-from sglang_hisparse.transfer.extend_table import after_init_forward_metadata
+from sglang_hisparse.transfer.extend_table import TABLE_VARIABLE, after_init_forward_metadata
 from sglang_hisparse.transfer.prefix_stream import PrefixStream
 
 PAGE, DIM, TOP_K = 64, 24, 8
 LENGTHS, NEW = [300, 70], [40, 70]  # the first request has a prefix of 260 tokens
+
+
+@pytest.fixture(autouse=True)
+def _switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TABLE_VARIABLE, "1")
 
 
 @pytest.fixture(autouse=True)
@@ -160,7 +165,7 @@ def _same(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
-@pytest.mark.parametrize("case", ["streamed", "mixed", "outside", "dense", "ragged", "no coordinator", "shown"])
+@pytest.mark.parametrize("case", ["streamed", "mixed", "outside", "dense", "ragged", "no coordinator", "shown", "switched off"])
 def test_where_layers_translate_for_themselves(case: str, other: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Goal: a table of rows is never read as ids, nor ids as rows. Method: forwards whose selections are translated, one by one."""
     pool = make_pool()
@@ -177,6 +182,8 @@ def test_where_layers_translate_for_themselves(case: str, other: Any, monkeypatc
         backend.get_topk_transform_method = lambda mode: dsa_backend.TopkTransformMethod.RAGGED
     if case == "shown":  # to clients, as --enable-return-indexer-topk does
         monkeypatch.setattr(indexer_topk, "get_global_indexer_capturer", lambda: object())
+    if case == "switched off":
+        monkeypatch.delenv(TABLE_VARIABLE)
     if case == "no coordinator":
         backend.hisparse_coordinator = None
     with nullcontext() if case == "outside" else pool.forward():
