@@ -5,7 +5,8 @@ It starts the servers itself, one after another; phases can be picked, have a ti
 behind as they go (results in --out). `plain` writes plain_outputs.json, which later calls reuse through --plain.
 
   plain     SGLang alone: every prompt by itself, then all at once; how varied its text is
-  ours      hybrid residency, prefix cache on: by itself, all at once, refused and granted flush in between, again
+  ours      hybrid residency, prefix cache on: by itself, all at once, refused and granted flush in between, again; short prompts of whole
+            pages and one token, twice, so that one token is all that is new
   host      always_host: by itself and all at once, every old row comes from the host tier
   pressure  high watermarks, so that pages are spilled early; all at once, twice, the second time with cached prefixes
   elastic   the border between KV and index-K moves while they run: all at once, twice; it goes back while the server rests after a
@@ -52,6 +53,11 @@ SPECS = {
 }  # fmt: skip
 
 
+TAILS = (65, 129, 257, 513, 1025, 1985)
+"""Tokens of short prompts that are sent twice: pages and one token, which alone is computed the second time. In such an extend SGLang's top-k
+reads other tables than in longer ones, and up to 2,048 tokens it scores nothing."""
+
+
 @dataclass(slots=True)
 class Run:
     """One call: its arguments, prompts, the expected tokens, and whether everything held so far."""
@@ -77,6 +83,10 @@ class Run:
     def batch(self, server: Server) -> list[Reply]:
         """Send all prompts at once."""
         return self._send(server, self.prompts, len(self.prompts))
+
+    def tails(self, server: Server) -> list[Reply]:
+        """Send the short prompts one at a time, and once more over what is cached of them."""
+        return self._send(server, random_prompts(f"{self.args.seed}/tails", TAILS) * 2, 1)
 
     def _send(self, server: Server, prompts: Sequence[list[int]], concurrency: int) -> list[Reply]:
         start = time.monotonic()
@@ -150,6 +160,7 @@ def run_plain(run: Run) -> None:
         single = run.single(server, run.num_single)
         server.flush()
         batch = run.batch(server)
+        run.plain.tails = [reply.tokens for reply in run.tails(server)]
     run.plain.single = [reply.tokens for reply in single]
     run.plain.batch = [reply.tokens for reply in batch]
     run.plain.save(run.args.out / "plain_outputs.json")
@@ -189,6 +200,9 @@ def run_ours(run: Run) -> None:
         _against_plain(run, server, "hybrid, flush asked for mid-run", 1, 0)
         timer.join()
         print(f"  flush while running was {'granted' if answers[0] else 'refused'}", flush=True)
+        with run.counted(server) as counts:
+            replies = run.tails(server)
+        run.record("hybrid, prompts of whole pages and one token, twice", compare(run.plain.tails, replies), counts)
         run.demand(server.flush(), "flush granted when idle")
         _against_plain(run, server, "hybrid after a flush", 0, min(8, run.num_single))
 
@@ -342,7 +356,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
     phases = args.phases.split(",")
     lengths = spread_lengths(args.at_once, args.shortest, args.longest)
-    key = {"seed": args.seed, "lengths": lengths, "output": args.output, "prompts": args.prompts}
+    key = {"seed": args.seed, "lengths": lengths, "output": args.output, "prompts": args.prompts, "tails": list(TAILS)}
     if args.tp > 1:
         key["tp"] = args.tp  # the sum over ranks rounds otherwise than one rank does
     if args.kv_dtype != "bfloat16":

@@ -199,6 +199,7 @@ def test_comparison_end_to_end_on_a_fake_server(
     assert next(iter(document)) == "commit" and document["commit"] == "abc" and "python" in document["versions"]
     assert document["checkpoint"] == {"prompts": 4, "texts_with_64_distinct_tokens": 4}
     rows = {row["case"]: row for row in document["rows"]}
+    assert rows["hybrid, prompts of whole pages and one token, twice"]["identical"] == 2 * len(verify_server.TAILS)
     assert rows["hybrid, one at a time"]["identical"] == 4 and rows["forced spills, 6 at once"]["identical"] == 6
     assert (
         rows["always_host, one at a time"]["rows_fetched"]

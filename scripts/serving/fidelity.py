@@ -63,15 +63,17 @@ def compare(expected: Sequence[Sequence[int]], replies: Sequence[Reply]) -> Comp
 
 @dataclass(slots=True)
 class PlainOutputs:
-    """Tokens of plain SGLang: `single` one prompt at a time, `batch` all together. `key` says for which prompts."""
+    """Tokens of plain SGLang: `single` one prompt at a time, `batch` all together, `tails` short prompts one at a time, all of them
+    twice. `key` says for which prompts."""
 
     key: dict[str, Any]
     single: list[list[int]] = field(default_factory=list)
     batch: list[list[int]] = field(default_factory=list)
+    tails: list[list[int]] = field(default_factory=list)
 
     def save(self, path: pathlib.Path) -> None:
         """Write the file that `load` reads."""
-        write_json(path, {"key": self.key, "single": self.single, "batch": self.batch})
+        write_json(path, {"key": self.key, "single": self.single, "batch": self.batch, "tails": self.tails})
 
     @classmethod
     def load(cls, path: pathlib.Path, key: dict[str, Any]) -> "PlainOutputs":
@@ -81,7 +83,7 @@ class PlainOutputs:
         document = read_document(path)
         if document["key"] != key:
             raise ValueError(f"{path} was made with {document['key']}, not with {key}")
-        return cls(document["key"], document["single"], document["batch"])
+        return cls(document["key"], document["single"], document["batch"], document["tails"])
 
 
 def settled_counters(server: Server, pause_s: float = 2.3) -> dict[str, int]:
