@@ -291,3 +291,32 @@ def test_rows_where_top_k_looks_at_pages(new: list[int], kernel: str, monkeypatc
     wanted = torch.stack([page * PAGE + first for page, count in zip((2, 10), new, strict=True) for _ in range(count)])
     ends = torch.tensor([end for length, count in zip(LENGTHS, new, strict=True) for end in range(length - count + 1, length + 1)])
     assert torch.equal(rows.long(), torch.where(first < ends[:, None], wanted, -1))
+
+
+@pytest.mark.gpu
+def test_sglangs_kernel_gives_entries_of_the_table() -> None:
+    """Goal: a translated table gives the rows that translated selections would. Method: SGLang's own fused top-k over random scores of
+    an extend of two requests, with the table of ids and with that of rows; on the device, row by row, in any order."""
+    kernel = pytest.importorskip("sgl_kernel").fast_topk_transform_fused
+    random, lengths, new, most, top_k = np.random.default_rng(3), [3000, 2500], [40, 70], 3008, 2048
+    pages = random.permutation(np.arange(1, 2 * most // PAGE + 1)).reshape(2, -1)
+    table = torch.from_numpy((pages[:, :, None] * PAGE + np.arange(PAGE)).reshape(2, -1)).int().cuda()
+    device_pages = torch.from_numpy(random.permutation(np.arange(pages.max() + 1))).int().cuda()
+    ends = np.concatenate([np.arange(length - count, length) + 1 for length, count in zip(lengths, new, strict=True)])
+    starts = np.repeat([0, lengths[0]], new)
+    scores = torch.from_numpy(random.permutation(sum(new) * sum(lengths)).reshape(sum(new), -1)).float().cuda()
+
+    def translate(ids: torch.Tensor) -> torch.Tensor:
+        return torch.where(ids < 0, ids, device_pages[ids.clamp(min=0) // PAGE] * PAGE + ids.clamp(min=0) % PAGE)
+
+    def select(entries: torch.Tensor) -> torch.Tensor:
+        return kernel(
+            score=scores,
+            lengths=torch.from_numpy(ends).int().cuda(),
+            page_table_size_1=entries.int(),
+            cu_seqlens_q=torch.tensor([0, new[0], sum(new)], dtype=torch.int32, device="cuda"),
+            topk=top_k,
+            row_starts=torch.from_numpy(starts).int().cuda(),
+        )
+
+    assert torch.equal(select(translate(table)).sort().values, translate(select(table)).sort().values)
