@@ -1,6 +1,7 @@
-"""Settings of the whole suite: GPU tests are skipped with the reason, and Hypothesis runs alike on every machine."""
+"""Settings of the whole suite: GPU tests are skipped with the reason, and Hypothesis and torch draw alike in every run."""
 
 import os
+import sys
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -11,6 +12,13 @@ settings.register_profile(
 )
 settings.register_profile("thorough", deadline=None, max_examples=2000, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+@pytest.fixture(autouse=True)
+def _torch_draws_alike() -> None:
+    """Each test finds torch's generator in the same state, whatever ran before it."""
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(2026)
 
 
 def _gpu_missing() -> str | None:

@@ -111,8 +111,9 @@ def test_a_decode_step_reads_no_such_table(world: World, impl: str, monkeypatch:
     backend = backend_of(world)
     around_init_cuda_graph_state(INIT, backend, ROWS, ROWS)
     graphs = GraphsOfSizes(world, backend, (ROWS,))
-    scores = torch.randn(ROWS, world.request_pool.req_to_token.shape[1])
-    scores[0, old] += 100
+    width = world.request_pool.req_to_token.shape[1]
+    scores = torch.randperm(ROWS * width).float().view(ROWS, width)  # no two alike, whose order would be anyone's guess
+    scores[0, old] += scores.numel()
     graphs.step([client], torch.zeros(1, world.sizes.top_k, dtype=torch.int32))
     assert backend.forward_metadata.page_table_1 is None
     found = _decode(world, backend, impl, scores, graphs, monkeypatch)
