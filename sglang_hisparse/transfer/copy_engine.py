@@ -75,8 +75,10 @@ class CopyEngine:
     def to_host(self, host_pages: Sequence[int], device_pages: Sequence[int], stream: int) -> bool:
         """Enqueue all layers of these pages. False: the kernel must copy them, since they lie too scattered, or the driver has
         refused a copy, now or before; what was enqueued until then is copied twice, and alike."""
-        runs = [] if self._is_refused else runs_of(host_pages, device_pages)
-        if self._is_refused or len(runs) * len(self._bases) > MOST_CALLS:
+        if self._is_refused:
+            return False
+        runs = runs_of(host_pages, device_pages)
+        if len(runs) * len(self._bases) > MOST_CALLS:
             return False
         size = self._page_bytes
         for host_base, device_base in self._bases:
