@@ -317,6 +317,30 @@ def _point(text: str) -> tuple[int, int, int | None]:
     return context, concurrency, output
 
 
+def add_server_arguments(parser: argparse.ArgumentParser) -> None:
+    """What says which servers are started for a context; `members_of` and `pool_of` read them, and `check_systems` what was said."""
+    parser.add_argument("--model-name", default="tiny-dsa-8l", help="name in the result file")
+    parser.add_argument("--layers", type=int, default=8, help="layers of the checkpoint")
+    parser.add_argument("--ratio", type=int, default=6, help="logical tokens per device token of the HiSparse systems")
+    parser.add_argument("--pool-contexts", type=float, default=12.5, help="contexts that plain SGLang's pool holds")
+    parser.add_argument("--pool-tokens", type=int, help="plain SGLang's pool for every context, instead")
+    parser.add_argument("--kv-dtype", default="bfloat16", choices=["bfloat16", "fp8_e4m3"])
+    parser.add_argument("--commit", default=current_commit(), help="default: HEAD of this repository")
+    parser.add_argument("--seed", type=int, default=11)
+    parser.add_argument("--port", type=int, default=30000, help="of the first server; each takes ten")
+    add_place_arguments(parser)
+
+
+def check_systems(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """End the call where `--systems`, `--equal` or `--commit` cannot be used."""
+    if unknown := [system for system in args.systems if system not in SYSTEMS]:
+        parser.error(f"unknown systems {unknown}; known: {', '.join(SYSTEMS)}")
+    if args.equal != "bytes" and "ours_elastic" in args.systems:
+        parser.error("ours_elastic: --equal tokens says nothing about a border that moves; allowed: --equal bytes")
+    if not args.commit:
+        parser.error("--commit is needed outside a repository")
+
+
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """Command line."""
 
@@ -325,9 +349,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=pathlib.Path, help="checkpoint folder of make_tiny_dsa.py")
-    parser.add_argument("--model-name", default="tiny-dsa-8l", help="name in the result rows")
-    parser.add_argument("--layers", type=int, default=8, help="layers of the checkpoint")
     parser.add_argument("--out", type=pathlib.Path, required=True, help="folder for the result file")
+    add_server_arguments(parser)
     parser.add_argument(
         "--logs", type=pathlib.Path, default=pathlib.Path("/tmp/sglang-logs"), help="server logs, counters"
     )
@@ -347,32 +370,18 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--link-load", type=int, default=0, help="processes that copy to the GPU meanwhile")
     parser.add_argument("--waves", type=int, default=4, help="how often a single stream is repeated")
     parser.add_argument("--equal", choices=list(FILES), default="tokens", help="what is equal between the systems")
-    parser.add_argument("--ratio", type=int, default=6, help="logical tokens per device token of the HiSparse systems")
-    parser.add_argument("--pool-contexts", type=float, default=12.5, help="contexts that plain SGLang's pool holds")
-    parser.add_argument("--pool-tokens", type=int, help="plain SGLang's pool for every context, instead")
-    parser.add_argument("--kv-dtype", default="bfloat16", choices=["bfloat16", "fp8_e4m3"])
     parser.add_argument("--servers-at-once", type=int, default=6)
-    parser.add_argument("--commit", default=current_commit(), help="default: HEAD of this repository")
-    parser.add_argument("--seed", type=int, default=11)
     parser.add_argument("--budget", type=float, default=570.0, help="seconds for the whole call, starts included")
     parser.add_argument("--start-timeout", type=float, default=240.0)
     parser.add_argument("--request-timeout", type=float, default=150.0)
-    parser.add_argument("--port", type=int, default=30000, help="of the first server; each takes ten")
-    add_place_arguments(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the servers' commands and pools, start nothing")
     args = parser.parse_args(argv)
     args.command = shlex.join(["python3", "scripts/bench_serving.py", *(sys.argv[1:] if argv is None else argv)])
-    unknown = [system for system in args.systems if system not in SYSTEMS]
-    if unknown:
-        parser.error(f"unknown systems {unknown}; known: {', '.join(SYSTEMS)}")
-    if args.equal != "bytes" and "ours_elastic" in args.systems:
-        parser.error("ours_elastic: --equal tokens says nothing about a border that moves; allowed: --equal bytes")
+    check_systems(parser, args)
     if min(args.repeats, args.stream_interval, *args.output) < 1:
         parser.error("--repeats, --stream-interval and --output are at least 1")
     if args.link_load < 0:
         parser.error(f"--link-load {args.link_load}: allowed: 0 or more")
-    if not args.commit:
-        parser.error("--commit is needed outside a repository")
     return args
 
 

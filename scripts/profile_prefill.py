@@ -27,13 +27,13 @@ import sys
 import time
 from typing import Any
 
-from bench_serving import SYSTEMS, Run, members_of, pool_of, warm_up
+from bench_serving import SYSTEMS, Run, add_server_arguments, check_systems, members_of, pool_of, warm_up
 from rich.console import Console
 from rich.table import Table
 from serving.client import random_prompts, send
 from serving.fleet import Member, dry_run, fleet
-from serving.results import current_commit, versions, write_json
-from serving.server import Paths, Server, ServerError, add_place_arguments
+from serving.results import versions, write_json
+from serving.server import Paths, Server, ServerError
 from serving.traces import Profile, differences, read_launches
 
 FILE = "prefill_profile.json"
@@ -267,12 +267,11 @@ def _middle(values: list[float]) -> str:
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    """Command line; names and defaults are those of bench_serving.py."""
+    """Command line; which servers are started is said as to bench_serving.py."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=pathlib.Path, help="checkpoint folder of make_tiny_dsa.py")
-    parser.add_argument("--model-name", default="tiny-dsa-8l", help="name in the result file")
-    parser.add_argument("--layers", type=int, default=8, help="layers of the checkpoint")
     parser.add_argument("--out", type=pathlib.Path, required=True, help="folder for the result file")
+    add_server_arguments(parser)
     parser.add_argument("--logs", type=pathlib.Path, default=pathlib.Path("/tmp/sglang-logs"), help="server logs, counters")
     parser.add_argument("--traces", type=pathlib.Path, help="folder for the traces; default: `traces` in --out")
     parser.add_argument("--systems", type=lambda text: text.split(","), default=["plain", "ours"],
@@ -286,33 +285,20 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
                         help="of SGLang's profiler; CPU,GPU shows host steps in the trace and slows them down")  # fmt: skip
     parser.add_argument("--config", type=json.loads, default={}, help="further keys of the config of ours, as JSON")
     parser.add_argument("--equal", choices=["tokens", "bytes"], default="bytes", help="what is equal between the systems")
-    parser.add_argument("--ratio", type=int, default=6, help="logical tokens per device token of the HiSparse systems")
-    parser.add_argument("--pool-contexts", type=float, default=12.5, help="contexts that plain SGLang's pool holds")
-    parser.add_argument("--pool-tokens", type=int, help="plain SGLang's pool, instead")
-    parser.add_argument("--kv-dtype", default="bfloat16", choices=["bfloat16", "fp8_e4m3"])
-    parser.add_argument("--commit", default=current_commit(), help="default: HEAD of this repository")
-    parser.add_argument("--seed", type=int, default=11)
     parser.add_argument("--budget", type=float, default=200.0, help="seconds for the whole call, starts included")
     parser.add_argument("--start-timeout", type=float, default=120.0)
     parser.add_argument("--request-timeout", type=float, default=60.0)
     parser.add_argument("--trace-timeout", type=float, default=TRACE_SECONDS)
-    parser.add_argument("--port", type=int, default=30000, help="of the first server; each takes ten")
-    add_place_arguments(parser)
     parser.add_argument("--read-only", action="store_true", help="read the traces of an earlier call, start nothing")
     parser.add_argument("--dry-run", action="store_true", help="print the servers' commands, start nothing")
     args = parser.parse_args(argv)
     args.command = shlex.join(["python3", "scripts/profile_prefill.py", *(sys.argv[1:] if argv is None else argv)])
     args.traces, args.stream_interval = args.traces or args.out / "traces", 1
-    if unknown := [system for system in args.systems if system not in SYSTEMS]:
-        parser.error(f"unknown systems {unknown}; known: {', '.join(SYSTEMS)}")
-    if args.equal != "bytes" and "ours_elastic" in args.systems:
-        parser.error("ours_elastic: --equal tokens says nothing about a border that moves; allowed: --equal bytes")
+    check_systems(parser, args)
     if min(args.prompts, args.steps, args.context[0]) < 1 or args.decode < 0:
         parser.error("--prompts, --steps and --context are at least 1, --decode at least 0")
     if args.decode and args.output <= args.steps + 1:
         parser.error(f"--output {args.output}: allowed: more than --steps {args.steps} and one")
-    if not args.commit:
-        parser.error("--commit is needed outside a repository")
     return args
 
 
